@@ -145,8 +145,8 @@ GUARDS = (
     Guard(
         "a worker's end is looked at again after a wait",
         "shmring/core/worker_end.pyx",
-        "        cdef bytes record\n        if reader is None:\n",
-        "        cdef bytes record\n        if False:\n",
+        "        cdef bytes record = self._unopened\n        if reader is None:\n",
+        "        cdef bytes record = self._unopened\n        if False:\n",
         "tests/core/test_worker_end.py::test_a_signal_handler_may_close_it_in_the_middle_of_a_wait",
     ),
     Guard(
@@ -502,8 +502,8 @@ GUARDS = (
     Guard(
         "a request pins the kept content that it has",
         "shmring/core/engine_book.pyx",
-        "self.kept.pin(kept)\n        record = EngineSlotRecord",
-        "kept.pins += 0\n        record = EngineSlotRecord",
+        "self.kept.pin(kept)\n        record.generation",
+        "kept.pins += 0\n        record.generation",
         "tests/test_kept.py::test_a_request_keeps_what_it_has_after_everybody_left_it",
     ),
     Guard(

@@ -213,7 +213,7 @@ class KeptContents:
                 raise WouldBlock(_WHY_NOT[answer.reason])
             pin = answer
         self.life.counters.kept_hits += 1
-        return Kept(self, pin, payload_type)
+        return self._handed_out(pin, payload_type)
 
     async def keep(self, key: bytes, payload: object) -> Kept[Any]:
         """See :meth:`Client.keep`."""
@@ -241,7 +241,14 @@ class KeptContents:
                 message = f"{nbytes} bytes are more than the {capacity} that the engine keeps; raise its kept_nbytes"
                 raise CapacityError(message, needed=nbytes, capacity=capacity)
             raise WouldBlock(_WHY_NOT[answer.reason])
-        return Kept(self, answer, Any)
+        return self._handed_out(answer, Any)
+
+    def _handed_out(self, pin: _Pin, payload_type: Any) -> Kept[Any]:
+        try:
+            return Kept(self, pin, payload_type)
+        except BaseException:
+            self.leave(pin, None)
+            raise
 
     def _can_keep(self, packed: Packed) -> bool:
         """Whether the engine can keep a payload where it lies: in one slot in host memory that it does not keep already."""
@@ -272,6 +279,7 @@ class KeptContents:
             self.life.check_alive()
             token = next(self._tokens)
             record: ClientSlotRecord | None = None
+            place: Place[_Pin | NotKept] | None = None
             if given is None:
                 message: Find | Keep = Find(token, key)
             else:
@@ -283,15 +291,20 @@ class KeptContents:
                         raise WouldBlock("the slot that this lies in was submitted by somebody else meanwhile")
                     encoded, record = packed.payload, packed.slots[0]
                 slot = self.end.hand_over(record)
-                message = Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, encoded)
             try:
-                self._link.send(message)  # no record is delivered here, so an answer can't be missed
-            except BaseException:
-                if record is not None:  # the message was not sent
+                if record is not None:
+                    message = Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, encoded)
+                place = self._line.enter()
+                self._answers[token] = place, key, record
+                self._link.send(message)
+            except BaseException:  # the message was not sent
+                self._answers.pop(token, None)
+                if place is not None:
+                    self._line.pop(place, None)
+                    place = None
+                if record is not None:
                     self.end.take_back((record.generation,))
                 raise
-            place = self._line.enter()
-            self._answers[token] = place, key, record
         except BaseException:
             self._asking.release()
             raise
@@ -425,10 +438,14 @@ class KeptContents:
     def _forget_unused(self, pin: _Pin) -> None:
         if pin.users or pin.views:
             return
-        del self._pins[pin.found.generation], self._by_key[pin.key]
-        self.end.held.leave(pin.address)
-        pin.record.state = ClientSlot.FREE  # a payload that is about to be sent from there is packed again
-        self._link.send_listed(Unpin, [pin.found.generation] * pin.count)
+        try:
+            del self._pins[pin.found.generation], self._by_key[pin.key]
+            self.end.held.leave(pin.address)
+            pin.record.state = ClientSlot.FREE  # a payload that is about to be sent from there is packed again
+            self._link.send_listed(Unpin, [pin.found.generation] * pin.count)
+        except MemoryError as error:
+            self._link.fail_soon(error)
+            raise
 
     def in_use(self) -> list[int]:
         """The generations of what is pinned, for a goodbye: those that this process may still view.

@@ -280,6 +280,21 @@ class Session:
         self._lose(self._dead(f"broke the protocol: {error}"))
         logger.error("the engine broke the protocol: %s", error)
 
+    def failed(self, error: BaseException) -> None:
+        """This process has failed in the middle of what the engine says, or is to be told: it says goodbye."""
+        if self.life.error is not None:
+            return
+        try:
+            self._say_goodbye()
+        finally:
+            how = f"this client has failed in the middle of a message: {type(error).__name__}: {printable(str(error))}"
+            self._lose(self._dead(f"is not attached any more: {how}"))
+        logger.error(
+            "the connection to %r has ended: this client has failed in the middle of a message",
+            self.engine_name,
+            exc_info=error,
+        )
+
     def connection_lost(self) -> None:
         """The connection has ended."""
         self._lose(self._dead("closed the connection, or died"))

@@ -144,12 +144,13 @@ cdef class BaseSubmission:
     cdef object _take_reply(self, object reply_type):
         """Takes the first unread reply, decoded."""
         cdef Content content
-        cdef object reply = self._replies.popleft()
+        cdef object decoder = self._end.decoder_of(reply_type)
+        cdef object reply = self._replies[0]
         cdef bint is_copied = type(reply) is CopiedReply
         content = (<CopiedReply>reply).content if is_copied else <Content>reply
         if content.slot_count and content.slot_numbers.lease_id == _COPY_OUT and not self.ended:
             self._end.shell.reply_read(self.request_id)
-        decoder = self._end.decoder_of(reply_type)
+        self._replies.popleft()  # not before: if one of these fails, it is unread
         return self._end._decode_copied(<CopiedReply>reply, decoder) if is_copied else self._end.decode_reply(content, decoder)
 
     def __del__(self) -> None:
@@ -599,6 +600,8 @@ cdef class ClientEnd(RecordHandler):
                     self.shell.link.poll()
             except RemoteProtocolError as error:
                 self.shell.link.violated(error)
+            except BaseException as error:
+                self.shell.link.failed(error)
         return self.is_usable()
 
     cpdef PayloadDecoder decoder_of(self, reply_type):  # type: (Any) -> PayloadDecoder
@@ -934,7 +937,11 @@ cdef class ClientEnd(RecordHandler):
         """Makes a slot in host memory the engine's, and returns how a message describes it; for the shell."""
         cdef SlotNumbers numbers
         self._hand_over(record, &numbers)
-        return SlotRef(numbers.lease_id, numbers.offset, numbers.nbytes, numbers.generation)
+        try:
+            return SlotRef(numbers.lease_id, numbers.offset, numbers.nbytes, numbers.generation)
+        except MemoryError:
+            self.take_back((record.generation,))
+            raise
 
     # -- what comes back -----------------------------------------------------------------------------------------------
 
@@ -1053,7 +1060,7 @@ cdef class ClientEnd(RecordHandler):
                 ),
             )
         if content.slot_count:
-            self.shell.release_replies([content.slot_numbers.generation])
+            self._release_reply(content.slot_numbers.generation)
         return 0
 
     cdef CopiedReply _copied_out(self, Content content):
@@ -1076,7 +1083,7 @@ cdef class ClientEnd(RecordHandler):
         self.copied_nbytes += slot.nbytes
         self.reply_copies += 1
         self.reply_copied_nbytes += slot.nbytes
-        self.shell.release_replies([slot.generation])
+        self._release_reply(slot.generation)
         return copied
 
     cdef bint _is_slot_of(self, const SlotNumbers* slot) except -1:
@@ -1126,7 +1133,7 @@ cdef class ClientEnd(RecordHandler):
             RemoteError: it is not of the decoder's type.
             StaleDescriptorError: the reply's slot does not hold what the engine announced.
         """
-        cdef ContentRegions regions
+        cdef ContentRegions regions = None
         cdef SlotNumbers* slot = content.slot_numbers
         cdef bint is_viewed = False
         cdef Mapping mapping = self._mapping
@@ -1134,9 +1141,9 @@ cdef class ClientEnd(RecordHandler):
             self.shell.check_alive()
         else:
             self.shell.check_readable()
-        regions = regions_of(content, self._reply_key, self.regions, mapping)
-        regions.is_copied_out = content.slot_count and slot.lease_id == _COPY_OUT
         try:
+            regions = regions_of(content, self._reply_key, self.regions, mapping)
+            regions.is_copied_out = content.slot_count and slot.lease_id == _COPY_OUT
             if content.slot_count:
                 if not self._is_slot_of(slot):
                     raise StaleDescriptorError(f"the reply slot at {slot.offset} is not generation {slot.generation}")
@@ -1157,9 +1164,18 @@ cdef class ClientEnd(RecordHandler):
             raise _unexpected(error) from error
         finally:
             if content.slot_count:
-                regions.leave(0)
+                if regions is not None:
+                    regions.leave(0)
                 if not is_viewed:
-                    self.shell.release_replies([slot.generation])
+                    self._release_reply(slot.generation)
+
+    cdef int _release_reply(self, uint64_t generation) except -1:
+        """Gives the slot of a reply back that has no views."""
+        try:
+            self.shell.release_replies([generation])
+        except MemoryError as error:
+            self.shell.link.fail_soon(error)
+        return 0
 
 
 cdef object _unexpected(error):

@@ -358,7 +358,7 @@ cdef class EngineBook:
     cdef RequestRecord submit_slots(self, ClientRecord client, uint64_t request_id, const SlotNumbers* slots, Py_ssize_t count):
         """As :meth:`submit`, of a connected client: all of a request's slots are published, or none."""
         cdef uint64_t last_generation = client.last_generation
-        cdef RequestRecord request
+        cdef RequestRecord request = RequestRecord.__new__(RequestRecord)
         cdef EngineSlotRecord slot
         cdef list records = None
         cdef Py_ssize_t place
@@ -366,39 +366,40 @@ cdef class EngineBook:
             raise RemoteProtocolError(f"request {request_id} was submitted after request {client.last_request_id}")
         if <uint64_t>len(client.requests) >= self._max_inflight:
             raise RemoteProtocolError(f"more than max_inflight ({self.limits.max_inflight}) requests were submitted")
-        if count == 1 and slots.lease_id != KEPT_LEASE:
-            records = [self._publish(client, slots, last_generation)]
-            last_generation = slots.generation
-        elif count:
-            records = []
+        request.key = request_id
+        if count:
+            records = [None] * count
             try:
                 for place in range(count):
                     if slots[place].lease_id == KEPT_LEASE:
-                        records.append(self._use(client, &slots[place]))
-                        continue
-                    records.append(self._publish(client, &slots[place], last_generation))
-                    last_generation = slots[place].generation
-            except RemoteProtocolError:
+                        slot = self._use(client, &slots[place])
+                    else:
+                        slot = self._publish(client, &slots[place], last_generation)
+                        last_generation = slots[place].generation
+                    records[place] = slot
+                    client.slots[slot.key] = slot
+                client.requests[request.key] = request
+            except BaseException:
                 for slot in records:
+                    if slot is None:
+                        break
+                    client.slots.pop(slot.key, None)
                     if slot.kept is None:
                         slot.lease.live.give(slot.start, slot.blocks)
                     else:
                         self.kept.unpin(slot.kept)  # whose client has it pinned
                         self._next_use -= 1
                 raise
-        if records is not None:
+            self._slots_in[PUBLISHED] += count
             for slot in records:
-                client.slots[slot.key] = slot
-                self._slots_in[PUBLISHED] += 1
                 if slot.kept is None:
                     self._device_slots += slot.lease.memory == DEVICE
                     slot.lease.new_moments = 0
+        else:
+            client.requests[request.key] = request
         client.last_generation = last_generation
         client.last_request_id = <int64_t>request_id
-        request = RequestRecord.__new__(RequestRecord)
         request.request_id, request.slots, request.state_number = request_id, records, WAITING
-        request.key = request_id
-        client.requests[request.key] = request
         return request
 
     cdef EngineSlotRecord _publish(self, ClientRecord client, const SlotNumbers* slot, uint64_t last_generation):
@@ -727,9 +728,9 @@ cdef class EngineBook:
             raise RemoteProtocolError(f"client {client.client_id} sends kept content {slot.generation}, which it has not pinned")
         if slot.offset != kept.start * BLOCK_NBYTES or slot.nbytes != kept.nbytes:
             raise RemoteProtocolError(f"kept content {slot.generation} is not {slot.nbytes} bytes at {slot.offset}")
-        self.kept.pin(kept)
         record = EngineSlotRecord.__new__(EngineSlotRecord)
         record.key = self._next_use
+        self.kept.pin(kept)
         record.generation, record.kept, record.start, record.blocks = self._next_use, kept, kept.start, kept.blocks
         record.state_number = PUBLISHED
         self._next_use += 1

@@ -262,6 +262,15 @@ cdef class BaseClaim:
             warn_of(f"request {self._submit.request_id} was dropped before its claim was left; use `with claim:`", self)
 
 
+cdef list _listed(const uint64_t* numbers, Py_ssize_t count):
+    """Returns numbers as a list; not by a comprehension: see ``tests/integration/programs/out_of_memory.py``."""
+    cdef list made = [None] * count
+    cdef Py_ssize_t place
+    for place in range(count):
+        made[place] = numbers[place]
+    return made
+
+
 cdef class EngineEnd:
     """The engine's side.
 
@@ -385,6 +394,8 @@ cdef class EngineEnd:
                         frontend.link.poll()
                 except RemoteProtocolError as error:
                     frontend.link.violated(error)
+                except BaseException as error:
+                    frontend.link.failed(error)
         return 0
 
     cdef int _submit(self, BaseFrontend frontend, Submit submit) except -1:
@@ -507,8 +518,8 @@ cdef class EngineEnd:
         cdef uint64_t nbytes = max(<uint64_t>PyBytes_GET_SIZE(content.payload), content.payload_nbytes)
         self._turn_left -= _CLAIM_COUNT + content.value_count + (nbytes >> _NBYTES_SHIFT)
         if self._turn_left <= 0:
+            self.shell.let_others_run()  # first: a turn that is over for good would be the end of the ring
             self.is_turn_over = True
-            self.shell.let_others_run()
         return 0
 
     def begin_turn(self) -> None:
@@ -520,13 +531,13 @@ cdef class EngineEnd:
         """A request waits, behind the others."""
         cdef BaseFrontend frontend = claim._frontend
         cdef Line line = self._line
-        self._know(claim)
         if claim._is_costly:
             if frontend._costly is None:
                 frontend._costly = Line()
             line = frontend._costly
             if line.first is None:
                 self._costly.append(frontend)
+        self._know(claim)  # from here on, nothing is allocated
         line.append(claim)
         self.waiting_count += 1
         self._publish_load()
@@ -579,8 +590,8 @@ cdef class EngineEnd:
         cdef uint64_t i, former_lists = self._lists
         self._claims = <PyObject**>calloc(lists, sizeof(PyObject*))
         if self._claims == NULL:
-            self._claims = former
-            raise MemoryError
+            self._claims = former  # whose lists become longer
+            return 0
         self._lists = lists
         for i in range(former_lists):
             while former[i] != NULL:
@@ -750,12 +761,20 @@ cdef class EngineEnd:
         try:
             effects = self._release(claim, copying, released, &count)
             if count:
-                self.shell.send_release(claim._frontend, [released[i] for i in range(count)])
+                self.shell.send_release(claim._frontend, _listed(released, count))
+        except BaseException as error:
+            self.fail_soon(claim, error)
+            raise
         finally:
             if released != few:
                 free(released)
         if effects:
             self.shell.carry_out(effects)
+
+    def fail_soon(self, BaseClaim claim not None, error: BaseException) -> None:
+        """This end has failed in the middle of a request's end or of its release: see :meth:`Link.failed`."""
+        if not claim._frontend.is_local:
+            claim._frontend.link.fail_soon(error)
 
     def mark_ended(self, BaseClaim claim not None, *, aborted: bool = False) -> None:
         """No more replies may be sent; the callbacks for this are called soon."""
@@ -908,7 +927,7 @@ cdef class EngineEnd:
             self._unknow(claim)
             effects = self._release(claim, False, released, &count)
             if count > _MANY or (count and claim._request.state_number != _RUNNING):
-                self.shell.send_release(frontend, [released[i] for i in range(count)])
+                self.shell.send_release(frontend, _listed(released, count))
                 count = 0
             if claim._request.state_number == _RUNNING:  # otherwise it was aborted meanwhile, and its frontend knows
                 self.book.end_request(frontend.record, claim._request, _FINISH)
@@ -918,6 +937,9 @@ cdef class EngineEnd:
                     self._count_reply(reply)
                 self._send_done(frontend, claim._submit.request_id, released, <uint32_t>count, reply, &numbers)
                 is_sent = True
+        except BaseException as error:
+            self.fail_soon(claim, error)
+            raise
         finally:
             if released != few:
                 free(released)

@@ -222,6 +222,7 @@ cdef class WorkerEnd:
     cdef uint64_t _last_sequence    # the number of the last message that was read from the ring
     cdef readonly Looking looking    # for messages, before it sleeps
     cdef bint _is_receiving  # a thread sleeps until a message comes
+    cdef bytes _unopened     # a record for which there was no memory; None: there is none
 
     def __init__(
         self,
@@ -276,6 +277,8 @@ cdef class WorkerEnd:
             return
         self.reader = None
         try:
+            if self._unopened is not None:
+                self.leave_unread(self._unopened)
             while (record := reader.read()) is not None:
                 self.leave_unread(record)
         except RemoteProtocolError:
@@ -334,15 +337,23 @@ cdef class WorkerEnd:
         """A message, the bytes of a record of another kind, or None."""
         cdef RecordReader reader = self.reader
         cdef uint32_t nbytes
-        cdef bytes record
+        cdef uint64_t received = self.received
+        cdef bytes record = self._unopened
         if reader is None:
             raise ClosedError("this end of a worker is closed")
-        if not reader.next_nbytes(&nbytes):
-            return None
-        record = PyBytes_FromStringAndSize(NULL, nbytes)
-        reader.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
-        reader.wake_writer()
-        message = self._open(record)
+        if record is None:
+            if not reader.next_nbytes(&nbytes):
+                return None
+            record = PyBytes_FromStringAndSize(NULL, nbytes)
+            reader.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
+            reader.wake_writer()
+        self._unopened = None
+        try:
+            message = self._open(record)
+        except MemoryError:
+            if self.received == received:
+                self._unopened = record
+            raise
         return record if message is None else message
 
     def open(self, bytes record not None) -> BaseMessage | None:
@@ -367,7 +378,20 @@ cdef class WorkerEnd:
         message._end, message.sequence = self, sequence
         self._last_sequence = sequence
         message.wants_reply, message._is_shared = (flags & WANTS_ANSWER) != 0, (flags & IS_SHARED) != 0
-        acknowledgement = <Acknowledgement*>malloc(sizeof(Acknowledgement))
+        if content is not None:
+            content.reserve_slots(slots + 1)
+            for i in range(slots):
+                read_value(&cursor, &value)
+                read_slot(&value, content.slot_numbers + i)
+                content.slot_count += 1
+            read_content(&cursor, content, members - 5, self._bounds)
+            for i in range(content.slot_count):
+                slot = content.slot_numbers + i
+                if slot.offset + SLOT_HEADER_NBYTES + slot.nbytes > mapping.mapped.nbytes:
+                    raise RemoteProtocolError(
+                        f"a message's slot at {slot.offset} of {slot.nbytes} bytes exceeds the engine's memory"
+                    )
+        acknowledgement = <Acknowledgement*>malloc(sizeof(Acknowledgement))  # last: until then, the record can be read again
         if acknowledgement == NULL:
             raise MemoryError
         acknowledgement.owner.references = 1
@@ -375,18 +399,6 @@ cdef class WorkerEnd:
         acknowledgement.page, acknowledgement.sequence, acknowledgement.stamp = self._page, sequence, <uint32_t>stamp
         take_reference(&self._page.references)
         message._acknowledgement = acknowledgement
-        if content is None:
-            return message
-        content.reserve_slots(slots + 1)
-        for i in range(slots):
-            read_value(&cursor, &value)
-            read_slot(&value, content.slot_numbers + i)
-            content.slot_count += 1
-        read_content(&cursor, content, members - 5, self._bounds)
-        for i in range(content.slot_count):
-            slot = content.slot_numbers + i
-            if slot.offset + SLOT_HEADER_NBYTES + slot.nbytes > mapping.mapped.nbytes:
-                raise RemoteProtocolError(f"a message's slot at {slot.offset} of {slot.nbytes} bytes exceeds the engine's memory")
         return message
 
     cdef BaseMessage _open(self, bytes record):
@@ -400,19 +412,19 @@ cdef class WorkerEnd:
         message = self._begin(record, content, mapping)
         if message is None:
             return None
-        self.received += 1
-        regions = message._regions = regions_of(content, 0, None, mapping)
-        regions.owner = &message._acknowledgement.owner
-        if content.payload_nbytes:
-            slot = content.slot_numbers + content.slot_count - 1
-            content.check_payload(
-                PyBytes_FromStringAndSize(
-                    mapping.at(slot.offset + SLOT_HEADER_NBYTES + content.payload_offset, content.payload_nbytes),
-                    content.payload_nbytes,
-                ),
-                self._bounds,
-            )
+        self.received += 1  # from here on, it is read: the engine is told if this fails
         try:
+            regions = message._regions = regions_of(content, 0, None, mapping)
+            regions.owner = &message._acknowledgement.owner
+            if content.payload_nbytes:
+                slot = content.slot_numbers + content.slot_count - 1
+                content.check_payload(
+                    PyBytes_FromStringAndSize(
+                        mapping.at(slot.offset + SLOT_HEADER_NBYTES + content.payload_offset, content.payload_nbytes),
+                        content.payload_nbytes,
+                    ),
+                    self._bounds,
+                )
             if not message._is_shared:
                 message._payload = self._decoder.decode(regions, None)
             else:

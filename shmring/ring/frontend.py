@@ -302,6 +302,15 @@ class Frontend(BaseFrontend):
         self._life.note_error(f"{self} broke the protocol and is disconnected: {error}")
         logger.warning("%s broke the protocol and is disconnected: %s", self, error)
 
+    def failed(self, error: BaseException) -> None:
+        """This engine has failed in the middle of what it has asked for, or is to be told: it is disconnected."""
+        if not self.connected:
+            return
+        type_name, text = self.describe(error)
+        self.dismiss(f"the engine has failed in the middle of a message: {type_name}: {text}")
+        self._life.note_error(f"{self} is disconnected: this engine has failed in the middle of a message: {type_name}: {text}")
+        logger.error("%s is disconnected: this engine has failed in the middle of a message", self, exc_info=error)
+
     def dismiss(self, reason: str) -> None:
         """Ends its connection, and tells it why."""
         self.send(Refused(reason))

@@ -341,16 +341,20 @@ class Shell:
 
     def end_claim(self, claim: BaseClaim, event: RequestEvent, error: BaseException) -> None:
         """Ends a claim's request, and tells its frontend unless it was aborted."""
-        self.end.forget_claim(claim.client_id, claim.request_id)
         self._end_request(claim, event, "timed_out" if event is RequestEvent.DEADLINE else "error", error)
 
     def _end_request(self, claim: BaseClaim, event: RequestEvent, kind: FailureKind, error: BaseException) -> None:
         frontend = self.end.frontend_of(claim)
-        description = frontend.describe(error)  # first: it runs code of the error
-        self.end.mark_ended(claim)
-        if self._book.end(claim.client_id, claim.request_id, event):
-            self._counters.failed += 1
-            frontend.send(Failed(claim.request_id, kind, *description))
+        failed = Failed(claim.request_id, kind, *frontend.describe(error))  # first: it runs code of the error
+        try:
+            self.end.forget_claim(claim.client_id, claim.request_id)
+            self.end.mark_ended(claim)
+            if self._book.end(claim.client_id, claim.request_id, event):
+                self._counters.failed += 1
+                frontend.send(failed)
+        except MemoryError as lacking:
+            self.end.fail_soon(claim, lacking)
+            raise
 
     # -- effects -------------------------------------------------------------------------------------------------------
 

@@ -131,6 +131,9 @@ class _Worker(JoinedWorker):
     def protocol_violated(self, error: RemoteProtocolError) -> None:
         self._workers.refuse(self, error)
 
+    def failed(self, error: BaseException) -> None:
+        self._workers.failed(self, error)
+
     def connection_lost(self) -> None:
         self._workers.part(self, "has died" if self.watch.has_died() else "has left")
 
@@ -545,11 +548,19 @@ class Workers:
     def refuse(self, worker: _Worker, error: RemoteProtocolError) -> None:
         """Ends the connection of a worker that broke the rules."""
         self.life.protocol_errors += 1
-        worker.link.send(Refused(f"RemoteProtocolError: {error}"[:1024]))
-        self.part(worker, "broke the protocol")
-        worker.link.close()
+        self._dismiss(worker, error, "broke the protocol")
         self.life.note_error(f"{worker} broke the protocol and is disconnected: {error}")
         logger.warning("%s broke the protocol and is disconnected: %s", worker, error)
+
+    def failed(self, worker: _Worker, error: BaseException) -> None:
+        """Ends the connection of a worker, since this engine has failed in the middle of a message from it or to it."""
+        self._dismiss(worker, error, "is disconnected: this engine has failed in the middle of a message")
+        logger.error("%s is disconnected: this engine has failed in the middle of a message", worker, exc_info=error)
+
+    def _dismiss(self, worker: _Worker, error: BaseException, how: str) -> None:
+        worker.link.send(Refused(f"{type(error).__name__}: {printable(str(error))}"[:1024]))
+        self.part(worker, how)
+        worker.link.close()
 
     def worker_violated(self, record: WorkerRecord, error: RemoteProtocolError) -> None:
         """For the end: a worker's count in its ring can't be true."""

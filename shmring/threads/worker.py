@@ -170,10 +170,10 @@ class _Connection:
         """For :meth:`Message.reply`."""
         self._check_alive()
         record = self._end.pack_answer(payload, message.sequence)
-        if not self._end.mark_answered(message):
-            return
         parts = deque(records_of(record, self._writer.largest_record_nbytes))
         count = len(parts)
+        if not self._end.mark_answered(message):
+            return
         try:
             self._send(parts, timeout)
         except BaseException:

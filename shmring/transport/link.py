@@ -15,6 +15,10 @@ memory back, and a refusal says why. Later records are not read: a forked child 
 rings no more, shuts the socket down, and reads the bells that came: with unread bells, its peer would see a reset instead of an
 end.
 
+A side may fail in the middle of a record, or of a message that it must send: mostly because there is no memory left. It can't
+know what it has done by then, so it ends the connection (:meth:`Link.failed`). The peer would otherwise wait for ever for what
+is lost.
+
 Or a side hands its socket on. Then the end of the socket means that a frontend that has said goodbye uses no memory any more.
 
 Only bells may come over the socket, and the byte of a frontend that gives up while it attaches.
@@ -59,6 +63,9 @@ class LinkOwner(Protocol):
 
     def protocol_violated(self, error: RemoteProtocolError) -> None:
         """The peer broke the rules; no more records are delivered. The owner closes."""
+
+    def failed(self, error: BaseException) -> None:
+        """This side has failed in the middle of a record or of a message: see :meth:`Link.failed`. The owner closes."""
 
     def connection_lost(self) -> None:
         """The connection has ended, from either end. This is called once, as the last call."""
@@ -147,6 +154,30 @@ class Link:
         """The peer's counts in a ring are impossible: reports it later, not in the middle of the owner's call."""
         self._loop.call_soon(self.violated, error)
 
+    def fail_soon(self, error: BaseException) -> None:
+        """This side has failed with what the peer was to be told: as :meth:`failed`, after the owner's call; that raises it."""
+        self._loop.call_soon(self._fail, error)
+
+    def failed(self, error: BaseException) -> None:
+        """This side has failed in the middle of a record, or of a message to the peer.
+
+        From then on it can't know what is lost, and the peer would wait for it for ever. So the connection ends, and with it
+        all that the peer waits for. An exception that is no ``Exception`` is raised again.
+        """
+        self._fail(error)
+        if not isinstance(error, Exception):
+            raise error
+
+    def _fail(self, error: BaseException) -> None:
+        if self._deaf:
+            return
+        self._stop_delivering()
+        try:
+            self._owner.failed(error)
+        except BaseException:
+            self.abort()
+            raise
+
     def expect_space(self) -> None:
         """A sender has found the ring full: :meth:`drain` waits until the peer has made room."""
         try:
@@ -170,16 +201,24 @@ class Link:
     def queue(self, record: bytes) -> None:
         """Sends a record that found the ring full, and can't wait."""
         if not self.lost and not self._origin.forked:
-            self._queue(record)
+            try:
+                self._queue(record)
+            except MemoryError as error:
+                self.fail_soon(error)
 
     def send(self, message: FrontendMessage | WorkerMessage | EngineMessage) -> None:
-        """Sends a message. If the connection has ended, the message is dropped.
+        """Sends a message. If the connection has ended, it is dropped; if there is no memory for it, the connection ends.
 
         Raises:
             CapacityError: it is larger than a record may be. Nothing was sent.
         """
         if not (self.lost or self._origin.forked):
-            self.send_record(encode_message(message))
+            try:
+                record = encode_message(message)
+            except MemoryError as error:
+                self.fail_soon(error)
+            else:
+                self.send_record(record)
 
     def send_record(self, record: bytes) -> None:
         """The same for a message that is a record already."""
@@ -193,6 +232,8 @@ class Link:
                 self._queue(record)
         except RemoteProtocolError as error:
             self.break_off(error)
+        except MemoryError as error:  # the peer waits for what it is not told
+            self.fail_soon(error)
         if self._poller.polls_busily:
             self.published()
 
@@ -334,6 +375,9 @@ class Link:
         except RemoteProtocolError as error:
             count = 1
             self.violated(error)
+        except BaseException as error:  # noqa: BLE001 - it is raised again if it is no failure of this end
+            count = 1
+            self.failed(error)
         finally:
             reader.is_reading = False
         if count:

@@ -122,12 +122,17 @@ class _Connection:
             if self._reason is not None:
                 raise fresh(self._reason)
             return None
+        record, received = self._records.popleft(), self._end.received
         try:
-            message = self._end.open(self._records.popleft())
+            message = self._end.open(record)
             if not isinstance(message, Message):
                 raise RemoteProtocolError("a record came that is nothing that a worker is sent")
         except RemoteProtocolError as error:
             self.protocol_violated(error)
+            raise
+        except MemoryError:
+            if self._end.received == received:  # it was not read
+                self._records.appendleft(record)
             raise
         return message
 
@@ -152,8 +157,8 @@ class _Connection:
         record = self._end.pack_answer(payload, message.sequence)
         if not self._end.mark_answered(message):
             return
-        parts = deque(records_of(record, self._link.largest_record_nbytes))
         try:
+            parts = deque(records_of(record, self._link.largest_record_nbytes))
             await self._answering.acquire()
             try:
                 await self._writable()
@@ -167,7 +172,11 @@ class _Connection:
         if not parts:
             self._answering.release()
             return
-        self._rest = self._loop.create_task(self._send_rest(parts))
+        try:
+            self._rest = self._loop.create_task(self._send_rest(parts))
+        except MemoryError as error:
+            self._link.fail_soon(error)
+            raise
         self._rest.add_done_callback(retrieve)
         await asyncio.shield(self._rest)
 
@@ -224,6 +233,12 @@ class _Connection:
         self._is_over(error)
         self._link.close()
 
+    def failed(self, error: BaseException) -> None:
+        """For the link: this process has failed in the middle of a message."""
+        self._is_over(ClosedError(f"worker {self.rank} has failed in the middle of a message: {type(error).__name__}: {error}"))
+        self._leave_unread()
+        self._link.close()
+
     def connection_lost(self) -> None:
         """For the link: it has ended."""
         self._is_over(self._dead())
@@ -265,12 +280,15 @@ class _Connection:
         self._is_closed = True
         self._is_over(ClosedError(f"worker {self.rank} of engine {self.name!r} is closed"))
         self._watch.close()
+        self._leave_unread()
+        self._link.close()
+        await asyncio.sleep(0)  # lets the link report its end
+
+    def _leave_unread(self) -> None:
         while self._records:
             with contextlib.suppress(RemoteProtocolError):  # the engine should not have sent these
                 self._end.leave_unread(self._records.popleft())
         self._end.close()
-        self._link.close()
-        await asyncio.sleep(0)  # lets the link report its end
 
 
 class Worker(Generic[_Payload]):

@@ -186,7 +186,7 @@ FAULTS = (
         ),
         (
             "a reply to a request that was aborted keeps its slot",
-            "        if content.slot_count:\n            self.shell.release_replies([content.slot_numbers.generation])\n",
+            "        if content.slot_count:\n            self._release_reply(content.slot_numbers.generation)\n",
             "",
             "tests/test_client.py::test_a_reply_that_comes_after_its_abort_gives_its_space_back",
         ),

@@ -87,7 +87,7 @@ FAULTS = (
         ),
         (
             "a slot that was not handed over is not taken back",
-            "                if record is not None:  # the message was not sent\n"
+            "                if record is not None:\n"
             "                    self.end.take_back((record.generation,))\n                raise",
             "                raise",
             "tests/test_kept.py::test_what_can_not_be_sent_leaves_nothing_behind",

@@ -265,8 +265,8 @@ FAULTS = (
         ),
         (
             "a violated link goes on delivering",
-            "        if not self._deaf:\n            self._stop_delivering()\n",
-            "        if not self._deaf:\n",
+            "            self._stop_delivering()\n            self._owner.protocol_violated(error)\n",
+            "            self._owner.protocol_violated(error)\n",
             "tests/transport/test_link.py::test_rubbish_is_reported_once_and_nothing_after_it_is_delivered",
         ),
     ),

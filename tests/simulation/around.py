@@ -156,6 +156,12 @@ class End:
             raise Violation(f"an honest engine is accused: {error}")
         self._owner.protocol_violated(error)
 
+    def failed(self, error: BaseException) -> None:
+        raise error
+
+    def fail_soon(self, error: BaseException) -> None:
+        raise error
+
     def break_off(self, error: RemoteProtocolError) -> None:
         raise Violation(f"a ring is spoiled: {error}")
 

@@ -43,6 +43,7 @@ class Owner:
     def __init__(self) -> None:
         self.messages: list[FrontendMessage] = []
         self.violations: list[RemoteProtocolError] = []
+        self.failures: list[BaseException] = []
         self.losses = 0
         self.gave_up = 0
         self.on_message: Callable[[FrontendMessage], object] = lambda message: None
@@ -59,6 +60,9 @@ class Owner:
     def protocol_violated(self, error: RemoteProtocolError) -> None:
         self.violations.append(error)
         self.on_violation()
+
+    def failed(self, error: BaseException) -> None:
+        self.failures.append(error)
 
     def connection_lost(self) -> None:
         self.losses += 1
@@ -547,6 +551,84 @@ async def test_what_the_owner_refuses_ends_the_delivery(open_end: Any, eventuall
     await eventually(lambda: end.owner.violations)
     assert end.owner.messages == [Abort(0), Abort(1), Abort(2)]
     assert str(end.owner.violations[0]) == "not that one"
+
+
+async def test_an_owner_that_fails_in_the_middle_of_a_record_hears_of_it_once_and_no_record_after_it(
+    open_end: Any, eventually: Any, turns: Any
+) -> None:
+    end = open_end()
+    lacking = MemoryError("for that one")
+
+    def fail(message: FrontendMessage) -> None:
+        if message == Abort(2):
+            raise lacking
+
+    end.owner.on_message = fail
+    end.say(*[Abort(number) for number in range(5)])
+    await eventually(lambda: end.owner.failures)
+    end.link.fail_soon(ValueError("later"))
+    end.say(Abort(5))
+    await turns()
+    assert end.owner.failures == [lacking]
+    assert end.owner.violations == []
+    assert end.owner.messages == [Abort(0), Abort(1), Abort(2)]
+
+
+async def test_a_failure_is_reported_but_not_within_a_call(open_end: Any, eventually: Any) -> None:
+    end = open_end()
+    lacking = MemoryError("for what the peer was to be told")
+    end.link.fail_soon(lacking)
+    assert end.owner.failures == []
+    await eventually(lambda: end.owner.failures)
+    assert end.owner.failures == [lacking]
+
+
+@for_each("how", ["send", "send_record", "queue"])
+async def test_a_message_for_which_there_is_no_memory_is_a_failure(
+    open_end: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    end = open_end()
+    lacking = MemoryError("for the message")
+
+    def lack(*_: object) -> None:
+        raise lacking
+
+    if how == "send":
+        monkeypatch.setattr(link_module, "encode_message", lack)
+        end.link.send(Abort(1))
+    else:
+        end.fill()
+        monkeypatch.setattr(end.link, "_queue", lack)
+        getattr(end.link, how)(encode_message(Abort(1)))
+    assert end.owner.failures == []
+    await eventually(lambda: end.owner.failures)
+    assert end.owner.failures == [lacking]
+
+
+async def test_an_interrupt_in_the_middle_of_a_record_ends_the_connection_and_goes_on(asleep: Any) -> None:
+    end = await asleep()
+
+    def interrupt(message: FrontendMessage) -> None:
+        raise KeyboardInterrupt
+
+    end.owner.on_message = interrupt
+    end.say(Abort(1))
+    with pytest.raises(KeyboardInterrupt):
+        end.link.poll()
+    assert [type(error) for error in end.owner.failures] == [KeyboardInterrupt]
+
+
+async def test_the_connection_ends_also_if_its_owner_can_not_end_it(asleep: Any, eventually: Any) -> None:
+    end = await asleep()
+
+    def fail(error: BaseException) -> None:
+        raise MemoryError("for the end as well")
+
+    end.owner.failed = fail
+    with pytest.raises(MemoryError, match="as well"):
+        end.link.failed(MemoryError("for a record"))
+    assert end.link.lost
+    await eventually(lambda: end.owner.losses and end.has_ended())
 
 
 @pytest.mark.first_row_on_both_loops
