@@ -600,7 +600,7 @@ cdef class ClientEnd(RecordHandler):
                     self.shell.link.poll()
             except RemoteProtocolError as error:
                 self.shell.link.violated(error)
-            except BaseException as error:
+            except MemoryError as error:
                 self.shell.link.failed(error)
         return self.is_usable()
 

@@ -394,7 +394,7 @@ cdef class EngineEnd:
                         frontend.link.poll()
                 except RemoteProtocolError as error:
                     frontend.link.violated(error)
-                except BaseException as error:
+                except MemoryError as error:
                     frontend.link.failed(error)
         return 0
 
@@ -762,7 +762,7 @@ cdef class EngineEnd:
             effects = self._release(claim, copying, released, &count)
             if count:
                 self.shell.send_release(claim._frontend, _listed(released, count))
-        except BaseException as error:
+        except MemoryError as error:
             self.fail_soon(claim, error)
             raise
         finally:
@@ -937,7 +937,7 @@ cdef class EngineEnd:
                     self._count_reply(reply)
                 self._send_done(frontend, claim._submit.request_id, released, <uint32_t>count, reply, &numbers)
                 is_sent = True
-        except BaseException as error:
+        except MemoryError as error:
             self.fail_soon(claim, error)
             raise
         finally:
