@@ -39,6 +39,7 @@ logger = logger_of("sglang.shmring")
 _CONNECT_S = 5.0  # a scheduler has its ring before SGLang says that it is ready, but may answer late; it is tried again
 _ANSWER_S = 5.0  # of a scheduler that is busy
 _REPORT_S = 5.0  # between two looks at the schedulers' ends, for metrics
+_REACHED_S = 0.25  # the same while one of them is not reached
 
 
 class InlineError(OSError):
@@ -158,8 +159,8 @@ class Sender:
         while True:
             for link in self._links:
                 link.keep_trying()
-            await asyncio.gather(*(_update_gauges(place, link) for place, link in enumerate(self._links)))
-            await asyncio.sleep(_REPORT_S)
+            reported = await asyncio.gather(*(_update_gauges(place, link) for place, link in enumerate(self._links)))
+            await asyncio.sleep(_REPORT_S if all(reported) else _REACHED_S)
 
     async def close(self) -> None:
         """Disconnects."""
@@ -174,9 +175,13 @@ class Sender:
             logger.info("shmring: large tensors sent: %s", self._traffic.summary())
 
 
-async def _update_gauges(place: int, link: _Link) -> None:
-    with contextlib.suppress(ShmringError, TimeoutError):  # it is busy, has gone, or is not reached yet
+async def _update_gauges(place: int, link: _Link) -> bool:
+    """Shows what a scheduler's end counts; returns False if it is busy, has gone, or is not reached yet."""
+    try:
         report = await link.client.call("report", timeout=_ANSWER_S)
-        for key, gauge in engine_gauges().items():
-            if key in report:
-                gauge.labels(str(place)).set(report[key])
+    except (ShmringError, TimeoutError):
+        return False
+    for key, gauge in engine_gauges().items():
+        if key in report:
+            gauge.labels(str(place)).set(report[key])
+    return True

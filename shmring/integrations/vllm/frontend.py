@@ -236,7 +236,7 @@ class AsyncFrontend(_Frontend):
 
     async def _keep_house(self, engine: bytes, link: AsyncLink) -> None:
         """Takes care of what no request takes care of: a lost connection, drops that nothing takes along, and gauges."""
-        pauses, last_came = 0, 0
+        pauses, last_came, has_reported = 0, 0, False
         while True:
             link.keep_trying()
             if not await self._send_drops(engine, link):
@@ -245,8 +245,8 @@ class AsyncFrontend(_Frontend):
                 link.came.clear()
                 last_came = pauses
             is_idle = pauses - last_came > _REPORTS_EVERY
-            if is_idle or pauses % _REPORTS_EVERY == 0:
-                await _update_gauges(engine, link)
+            if is_idle or pauses % _REPORTS_EVERY == 0 or not has_reported:  # at once, when it is reached
+                has_reported = await _update_gauges(engine, link)
             pauses += 1
             if is_idle:
                 with contextlib.suppress(TimeoutError):
@@ -286,13 +286,17 @@ class AsyncFrontend(_Frontend):
         logger.info("shmring: large tensors sent: %s", self._traffic.summary())
 
 
-async def _update_gauges(engine: bytes, link: AsyncLink) -> None:
+async def _update_gauges(engine: bytes, link: AsyncLink) -> bool:
+    """Shows what an engine core counts; returns False if it is not reached now."""
     if not link.is_connected:
-        return
-    with contextlib.suppress(ShmringError, TimeoutError):  # it has gone just now
+        return False
+    try:
         report = await link.report()
-        for name, gauge in engine_gauges().items():
-            gauge.labels(str(number_of(engine))).set(report[name])
+    except (ShmringError, TimeoutError):  # it has gone just now
+        return False
+    for name, gauge in engine_gauges().items():
+        gauge.labels(str(number_of(engine))).set(report[name])
+    return True
 
 
 def number_of(engine: bytes) -> int:
