@@ -37,6 +37,7 @@ from shmring.engine.protocol import (
     Text,
 )
 from shmring.engine.scheduler import SchedulerConfig
+from tests.engine.counting import Counter
 
 Output = StepOutput | Exception
 Compute = Callable[[Sequence[StepInput]], Sequence[Output]]
@@ -99,11 +100,11 @@ def question(max_tokens: int = 3, pixels: int = 4096, **fields: Any) -> Generate
     return GenerateRequest([ChatMessage("user", [MediumPart(0)])], media, SamplingParams(max_tokens=max_tokens), **fields)
 
 
-class Counting:
+class Counting(Counter):
     """Answers with the numbers from 1 to ``max_tokens``, one a step; encodes as :func:`mean`."""
 
     def __init__(self) -> None:
-        self.sent: dict[int, list[int]] = {}
+        super().__init__()
         self.batches: list[list[int]] = []
 
     def __call__(self, batch: Sequence[StepInput]) -> list[Output]:
@@ -113,13 +114,7 @@ class Counting:
     def advance(self, part: StepInput) -> StepOutput:
         if isinstance(part.payload, EncodeRequest):
             return mean(part)
-        if part.payload is not None:
-            self.sent[part.request_id] = [0, part.payload.sampling.max_tokens or 1]
-        progress = self.sent[part.request_id]
-        progress[0] += 1
-        finished = progress[0] == progress[1]
-        reply = GenerateReply(f"{progress[0]} ", [progress[0]], 1, progress[0], "length" if finished else None)
-        return StepOutput(reply, finished=finished)
+        return super().advance(part)
 
 
 async def encode(client: EngineClient, request: EncodeRequest, **options: Any) -> torch.Tensor:

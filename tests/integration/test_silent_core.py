@@ -18,7 +18,6 @@ from shmring.engine.protocol import (
     ChatMessage,
     EncodeReply,
     EncodeRequest,
-    GenerateReply,
     GenerateRequest,
     InputSpec,
     ModelDescription,
@@ -27,6 +26,7 @@ from shmring.engine.protocol import (
     TextPart,
 )
 from shmring.engine.scheduler import SchedulerConfig
+from tests.engine.counting import Counter
 from tests.nursery import Forked, Nursery
 from tests.segments import own_name
 
@@ -45,7 +45,7 @@ class Executor:
     """Counts, one number a step; an embedding has the value of its picture."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, list[int]] = {}
+        self._counter = Counter()
 
     def execute(self, batch: Sequence[StepInput]) -> list[StepOutput | Exception]:
         return [self._advance(part) for part in batch]
@@ -55,19 +55,13 @@ class Executor:
             [picture] = part.payload.inputs
             assert isinstance(picture, Picture)
             return StepOutput(EncodeReply(picture.pixels[:1].float().repeat(SIZES["encode"])[None]))
-        if part.payload is not None:
-            self._sent[part.request_id] = [0, part.payload.sampling.max_tokens or 1]
-        progress = self._sent[part.request_id]
-        progress[0] += 1
-        finished = progress[0] == progress[1]
-        reply = GenerateReply(f"{progress[0]} ", [progress[0]], 1, progress[0], "length" if finished else None)
-        return StepOutput(reply, finished=finished)
+        return self._counter.advance(part)
 
     def describe(self) -> ModelDescription:
         return ModelDescription("counting", "counting", ["encode", "generate"], InputSpec(), SIZES["encode"])
 
     def forget(self, request_id: int) -> None:
-        self._sent.pop(request_id, None)
+        self._counter.sent.pop(request_id, None)
 
     def close(self) -> None:
         pass

@@ -38,8 +38,8 @@ logger = logger_of("sglang.shmring")
 
 _CONNECT_S = 5.0  # a scheduler has its ring before SGLang says that it is ready, but may answer late; it is tried again
 _ANSWER_S = 5.0  # of a scheduler that is busy
-_REPORT_S = 5.0  # between two looks at the schedulers' ends, for metrics
-_REACHED_S = 0.25  # the same while one of them is not reached
+_REPORT_S = 5.0  # between two looks at a scheduler's end, for metrics
+_REACHED_S = 0.25  # the same while it is not reached
 
 
 class InlineError(OSError):
@@ -84,7 +84,7 @@ class Sender:
         self._traffic = Traffic(public=public)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._links: list[_Link] = []  # in that loop
-        self._keeping_house: asyncio.Task[None] | None = None
+        self._keeping_house: list[asyncio.Task[None]] = []  # one for each link: a scheduler may keep silent
         atexit.register(self._say_what_was_sent)
 
     # -- for each request ----------------------------------------------------------------------------------------------
@@ -150,29 +150,30 @@ class Sender:
         if loop is not self._loop:
             self._loop = loop
             self._links = [_Link(place, name, self._config) for place, name in enumerate(self._names)]
-            self._keeping_house = loop.create_task(self._keep_house(), name="shmring") if self._public else None
+            links = enumerate(self._links) if self._public else ()
+            self._keeping_house = [loop.create_task(_keep_house(place, link), name="shmring") for place, link in links]
         for link in self._links:
             link.keep_trying()
 
-    async def _keep_house(self) -> None:
-        """Shows what schedulers report; connects anew also where no request comes."""
-        while True:
-            for link in self._links:
-                link.keep_trying()
-            reported = await asyncio.gather(*(_update_gauges(place, link) for place, link in enumerate(self._links)))
-            await asyncio.sleep(_REPORT_S if all(reported) else _REACHED_S)
-
     async def close(self) -> None:
         """Disconnects."""
-        if self._keeping_house is not None:
-            self._keeping_house.cancel()
-            await asyncio.wait([self._keeping_house])
+        for task in self._keeping_house:
+            task.cancel()
+        await asyncio.gather(*self._keeping_house, return_exceptions=True)
         for link in self._links:
             await link.close()
 
     def _say_what_was_sent(self) -> None:
         if self._traffic.tensors:
             logger.info("shmring: large tensors sent: %s", self._traffic.summary())
+
+
+async def _keep_house(place: int, link: _Link) -> None:
+    """Shows what a scheduler reports; connects anew also where no request comes."""
+    while True:
+        link.keep_trying()
+        has_reported = await _update_gauges(place, link)
+        await asyncio.sleep(_REPORT_S if has_reported else _REACHED_S)
 
 
 async def _update_gauges(place: int, link: _Link) -> bool:
