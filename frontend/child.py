@@ -102,6 +102,11 @@ class Child:
         """Whether it has not ended."""
         return self.process.lives
 
+    @property
+    def ended_in_order(self) -> bool:
+        """Whether it has ended because it was told to (``shmring drain``), and not of a fault."""
+        return self.process.returncode == 0 and not self.killed_because
+
     def kill(self, reason: str) -> None:
         """Kills it, if it still lives; ``reason`` completes a sentence about it."""
         self.killed_because = reason

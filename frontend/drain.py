@@ -181,7 +181,7 @@ class _Watch:
         snapshot, frontends = await self._other(but=None)
         pid = next((pid for pid, each in frontends.items() if each == name), None)
         if pid is None:
-            raise _CannotError(f"there is no {name}; there are {', '.join(sorted(frontends.values())) or 'none'}")
+            raise _CannotError(f"there is no {name}; {self.server.name} has {', '.join(sorted(frontends.values())) or 'none'}")
         if len(frontends) == 1:
             raise _CannotError(f"{name} is the only one: its callers would wait until it has ended")
 

@@ -40,6 +40,7 @@ import dataclasses
 import errno
 import fcntl
 import gc
+import logging
 import math
 import os
 import re
@@ -367,9 +368,7 @@ class _Supervisor:
             raise ServeError(f"not ready within {timeout_s:g} s (--start-timeout): {self._describe_delay()}") from None
         finally:
             progress.cancel()
-        engines = f"engine{'s' if len(self._engines) > 1 else ''} pid{'s' if len(self._engines) > 1 else ''}"
-        pids = f"{engines} {_pids(self._engines)}, frontends pids {_pids(self._frontends)}"
-        click.echo(f"shmring: serving on {self._url} ({pids})")
+        click.echo(f"shmring: serving on {self._url} ({_pids('engine', self._engines)}, {_pids('frontend', self._frontends)})")
         if self._options.ready_fd is not None:
             self._say_ready(self._options.ready_fd)
         await self._stop.told.wait()
@@ -398,8 +397,9 @@ class _Supervisor:
             if not engine.ready.is_set():
                 return f"{engine.title} (pid {engine.pid}) is still {'starting' if model is None else f'loading {model}'}"
         engines = "the engine is" if len(self._engines) == 1 else "the engines are"
-        late = [str(index) for index, ready in enumerate(self._ready) if not ready.is_set()]
-        return f"{engines} ready, but frontend {' and frontend '.join(late)} is not yet"
+        *late, last = [str(index) for index, ready in enumerate(self._ready) if not ready.is_set()]
+        frontends = f"frontends {', '.join(late)} and {last} are" if late else f"frontend {last} is"
+        return f"{engines} ready, but {frontends} not yet"
 
     async def _keep_engine(self, rank: int, child: Child) -> None:
         """Watches an engine. If there are several, one that ends is started again, unless it was never ready.
@@ -506,7 +506,7 @@ class _Supervisor:
             # Or its gauges would stay in the sums for ever.
             await asyncio.to_thread(_forget_gauges, child.pid, self._metrics_dir)
             await pause.before_another(child)
-            self._restarts[index] += child.process.returncode != 0  # else it was drained
+            self._restarts[index] += not child.ended_in_order
 
     async def _start_frontend(self, index: int) -> Child:
         """Starts a frontend, and returns when it serves or has failed to."""
@@ -552,13 +552,15 @@ class _Pause:
         """Waits."""
         if asyncio.get_running_loop().time() - child.started_at >= _STEADY_S:
             self._seconds = _FIRST_PAUSE_S
-        logger.warning("%s; starting another in %g s", child.describe_end(), self._seconds)
+        level = logging.INFO if child.ended_in_order else logging.WARNING
+        logger.log(level, "%s; starting another in %g s", child.describe_end(), self._seconds)
         await asyncio.sleep(self._seconds)
         self._seconds = min(self._seconds * 2, _LONGEST_PAUSE_S)
 
 
-def _pids(children: Mapping[int, Child]) -> str:
-    return " ".join(str(child.pid) for _, child in sorted(children.items()))
+def _pids(noun: str, children: Mapping[int, Child]) -> str:
+    pids = [str(child.pid) for _, child in sorted(children.items())]
+    return f"{noun} pid{'s' if len(pids) > 1 else ''} {' '.join(pids)}"
 
 
 def _listens(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import shmring
 from shmring.client.session import Session
 from tests.sessions import attachment_of
+from tests.tables import for_each
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -384,6 +386,23 @@ async def test_a_session_that_ends_late_is_not_taken_for_the_one_that_came_after
     attachment._lost(before)  # type: ignore[arg-type] # it was attached
     assert client.connected
     assert await client.request(1, timeout=20) == 1
+
+
+@for_each("drains", [False, True])
+async def test_the_end_of_an_engine_that_has_said_so_is_no_warning(
+    serve: Any, connect: Any, eventually: Any, caplog: pytest.LogCaptureFixture, drains: bool
+) -> None:
+    ring = await serve(echo)
+    client = await connect(reconnect=True)
+    with caplog.at_level(logging.INFO, "shmring.client"):
+        if drains:
+            await ring.drain()
+        await ring.close()
+        await eventually(lambda: not client.connected)
+    levels = [record.levelname for record in caplog.records if "waiting for the next engine" in record.getMessage()]
+    assert levels == ["INFO" if drains else "WARNING"]
+    await client.close()
+    caplog.clear()
 
 
 async def test_a_client_that_closes_waits_for_no_engine(serve: Any, connect: Any, caplog: pytest.LogCaptureFixture) -> None:

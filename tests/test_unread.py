@@ -285,7 +285,7 @@ async def test_the_log_says_which_client_takes_no_replies_and_not_all_the_time(
         await eventually(lambda: len(said()) == 1)
         [line] = said()
         assert line.startswith(f"client {client.client_id} (careless, pid ")
-        assert "1 wait for it, the first one for 0 s, to its request 1; it has" in line
+        assert "takes no replies, and keeps 1 waiting, the first one for 0 s, to its request 1; it has" in line
         await asyncio.sleep(0.1)
         assert len(said()) == 1, "once a minute"
     stream.abort()

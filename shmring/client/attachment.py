@@ -6,6 +6,7 @@ Invariant: there is a session exactly while an engine is attached. Without ``rec
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from shmring.client import pauses
@@ -217,7 +218,8 @@ class Attachment:
         self._attached.clear()
         if self._reconnect and not self._closed:
             self.keep_attaching()
-            logger.warning("%s: waiting for the next engine %r", session.error, self.name)
+            level = logging.INFO if session.load.draining else logging.WARNING  # it had said that it would end
+            logger.log(level, "%s: waiting for the next engine %r", session.error, self.name)
 
     async def close(self) -> None:
         """Says goodbye to the engine, and attaches to no other one. A second call does nothing."""

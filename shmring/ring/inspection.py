@@ -263,7 +263,7 @@ class Inspection:
         first = waiting[0] if window is None else clients.get(window.client_id, waiting[0])
         parts = [f"{_named(first)} has waited for {first.waits_s:.0f} s for {_mib(first.wants_nbytes)}"]
         if len(waiting) > 1:
-            parts[0] += f", and {len(waiting) - 1} more wait"
+            parts[0] += f", and {len(waiting) - 1} more wait{'s' if len(waiting) == 2 else ''}"
         if window is None:
             parts.append("it must first return memory: it has as much as one client may have beside others")
             return "; ".join([*parts, "have a larger client_quota_nbytes, or fewer requests of one client at a time"])

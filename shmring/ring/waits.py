@@ -108,7 +108,7 @@ class Waits:
                 continue
             self._say_at_s[client_id] = now_s + _SAID_AGAIN_S
             logger.warning(
-                "%s takes no replies: %d wait for it, the first one for %.0f s, to its request %d; it has %s. "
+                "%s takes no replies, and keeps %d waiting, the first one for %.0f s, to its request %d; it has %s. "
                 "Read replies and drop views of them there, or see why it is stopped",
                 claim._end.frontend_of(claim),
                 len(waiting),

@@ -286,6 +286,20 @@ async def test_a_frontend_that_hangs_at_the_start_is_given_up(supervise: Any, tm
         await asyncio.wait_for(running, 30)
 
 
+@for_each(
+    ("frontends", "said"),
+    [
+        (1, "but frontend 0 is not yet"),
+        (2, "but frontends 0 and 1 are not yet"),
+        (4, "but frontends 0, 1, 2 and 3 are not yet"),
+    ],
+)
+async def test_all_frontends_that_are_late_are_named(tmp_path: Path, frontends: int, said: str) -> None:
+    server = Supervised(options(frontends=frontends), socket.socket(), str(tmp_path))
+    assert server._describe_delay().endswith(said)
+    server._listening.close()
+
+
 def test_a_socket_that_a_killed_engine_left_is_no_engine(tmp_path: Path) -> None:
     path = tmp_path / "left.sock"
     assert not supervisor._listens(path)
@@ -361,6 +375,24 @@ async def test_a_frontend_that_hangs_when_it_is_started_again_is_replaced(
     assert not running.done()
 
 
+@for_each(("ending", "level"), [("raise SystemExit(0)", "INFO"), ("raise SystemExit(3)", "WARNING")])
+async def test_only_an_end_that_nobody_asked_for_is_a_warning(
+    supervise: Any, eventually: Any, caplog: pytest.LogCaptureFixture, ending: str, level: str
+) -> None:
+    end = f"import signal\ndef end(*_): {ending}\nsignal.signal(signal.SIGUSR2, end)\n"
+    frontend = f"{LINK}{end}link.send(b'r'); time.sleep(600)"
+    with caplog.at_level("INFO", "shmring.frontend.supervisor"):
+        server, running = supervise(frontend=frontend)
+        await eventually(lambda: server._ready[0].is_set(), 30)
+        victim = server._frontends[0]
+        os.kill(victim.pid, signal.SIGUSR2)
+        await eventually(lambda: server._frontends[0] is not victim, 30)
+    assert [record.levelname for record in caplog.records if "starting another" in record.getMessage()] == [level]
+    caplog.clear()
+    running.cancel()
+    await asyncio.wait([running])
+
+
 async def test_a_frontend_that_replaces_another_has_time_to_say_that_it_does_not_reach_the_engine(
     supervise: Any, eventually: Any, tmp_path: Path
 ) -> None:
@@ -396,7 +428,7 @@ async def test_it_says_that_it_is_ready_and_ends_at_a_signal(
     await eventually(announced, 30)
     address = server._listening.getsockname()
     engine, *frontends = server.pids()
-    pids = f"(engine pid {engine}, frontends pids {frontends[0]} {frontends[1]})"
+    pids = f"(engine pid {engine}, frontend pids {frontends[0]} {frontends[1]})"
     assert output == f"shmring: serving on http://127.0.0.1:{address[1]} {pids}\n"
     with os.fdopen(reading) as word:  # which ends: nobody has the descriptor any more
         assert msgspec.json.decode(word.read(), type=Serving) == Serving(f"http://127.0.0.1:{address[1]}", [engine], frontends)
@@ -727,7 +759,7 @@ async def test_the_engines_and_their_pids_are_named(
 
     await eventually(is_ready, 30)
     first, second, frontend = server.pids()
-    assert f"(engines pids {first} {second}, frontends pids {frontend})" in said
+    assert f"(engine pids {first} {second}, frontend pid {frontend})" in said
     assert [child.title for child in server._engines.values()] == ["the engine test-0", "the engine test-1"]
 
 
