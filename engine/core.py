@@ -97,7 +97,7 @@ class EngineCore:
         self.times = EngineTimes()
         self.dead_error: ExecutorDeadError | None = None
         self._executor = executor
-        self._scheduler: Scheduler[EngineRequest] = Scheduler(scheduler_config)
+        self._scheduler: Scheduler[EngineRequest] = Scheduler(scheduler_config, pauses=executor.describe().pauses)
         self._step_timeout_s = step_timeout_s
         self._profiler = StepProfiler(profiler_dir)
         self._operator_aborts = OperatorAborts()
@@ -205,11 +205,14 @@ class EngineCore:
         try:
             check_payload(claim.payload)
             request = EngineRequest(next(self._numbers), claim)
-            self._scheduler.add(request)
+            displaced = self._scheduler.add(request, request.owner)
         except (ValueError, OverloadedError) as error:
             self.metrics.refused_requests += 1
             claim.fail(error)
             return
+        if displaced is not None:
+            self.metrics.refused_requests += 1
+            displaced.fail(OverloadedError("the line is full, and most of it is yours; try again later"))
         self.metrics.waiting_requests = self._scheduler.waiting
         claim.on_abort(lambda: self._given_up(request))
         if request.deadline is not None:
@@ -244,9 +247,9 @@ class EngineCore:
             for request in admitted:
                 request.admitted_at = now
                 self.times.queue.add(now - request.arrived_at)
-        batch = list(self._scheduler)
+        batch = self._scheduler.step()
         self.metrics.waiting_requests = self._scheduler.waiting
-        self.metrics.running_requests = len(batch)
+        self.metrics.running_requests = self._scheduler.running
         if self._paused:
             await self._tell_of_boundary()
         # A method may be called as soon as a pause has ended; it does not find requests that the pause has given up.
@@ -282,8 +285,10 @@ class EngineCore:
     async def _step(self, batch: list[EngineRequest]) -> None:
         names = [request.claim.name for request in batch]
         step = [StepInput(request.number, request.payload, self._scheduler.begun(request)) for request in batch]
+        started = time.monotonic()
         outputs = await self._execute(step, names)
         now = time.monotonic()
+        self._charge(batch, outputs, now - started, now)
         for request, checked_output in zip(batch, outputs, strict=True):
             output = request.counted(checked_output)
             if isinstance(output, Exception):
@@ -291,6 +296,17 @@ class EngineCore:
                 request.fail(output)
             else:
                 self._deliver(request, output, now)
+
+    def _charge(
+        self, batch: Sequence[EngineRequest], outputs: Sequence[StepOutput | Exception], seconds: float, now: float
+    ) -> None:
+        """Charges the owners of requests what these took of a step: what is told, and an equal share of the rest."""
+        told = [output.seconds if isinstance(output, StepOutput) else 0.0 for output in outputs]
+        silent = told.count(0.0)
+        share = max(0.0, seconds - sum(told)) / max(1, silent or len(told))
+        charge = self._scheduler.accounts.charge
+        for request, taken in zip(batch, told, strict=True):
+            charge(request.owner, taken + (0.0 if taken and silent else share), now)
 
     def _deliver(self, request: EngineRequest, output: StepOutput, now: float) -> None:
         if not output.keep_inputs and not request.claim.released:

@@ -204,6 +204,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
         template_options: whether :attr:`GenerateRequest.template_options` have an effect.
         capabilities: what else of a request has an effect that not every executor gives it: of :data:`CAPABILITIES`.
         synthetic: whether its answers are made up, for load tests. A program that shows them must say so.
+        pauses: whether a request that was begun need not be part of each step: others may have their turn.
     """
 
     executor: str
@@ -214,6 +215,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
     embedding_size: int | None = None
     max_model_len: int | None = None
     synthetic: bool = False
+    pauses: bool = False
     tools: bool = False
     template_options: bool = False
     capabilities: list[str] = []
@@ -248,15 +250,17 @@ class EncodeRequest(msgspec.Struct, tag="encode"):
 
     Attributes:
         inputs: what to embed.
-        priority: lower is sooner; equal ones in order of arrival, round robin over frontends.
+        priority: lower is sooner.
         deadline: time of ``time.monotonic()``, which all processes of a host share, after which the request is aborted.
         trace_headers: the context of its trace, as headers (W3C). Unset: it is not traced.
+        owner: whose it is: those who have used least of the engine's steps come first. Empty: the process's that sent it.
     """
 
     inputs: list[Text | Picture | Features | Waveform | Spectrogram | Video]
     priority: int = 0
     deadline: float | None = None
     trace_headers: dict[str, str] | UnsetType = UNSET
+    owner: str = ""
 
 
 class EncodeReply(msgspec.Struct, tag="encoded"):
@@ -390,8 +394,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
 
 class GenerateRequest(msgspec.Struct, tag="generate"):
-    """Asks for an answer to a conversation, streamed, or for a text that goes on from a prompt. ``priority``, ``deadline`` and
-    ``trace_headers`` as in :class:`EncodeRequest`.
+    """Asks for an answer to a conversation, streamed, or for a text that goes on from a prompt. ``priority``, ``deadline``,
+    ``trace_headers`` and ``owner`` as in :class:`EncodeRequest`.
 
     Attributes:
         prompt: a text or its tokens, in place of ``messages``.
@@ -419,6 +423,7 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
     template_options: dict[str, Any] = {}
     trace_headers: dict[str, str] | UnsetType = UNSET
     stream: bool = True
+    owner: str = ""
 
     @property
     def needs_tools(self) -> bool:

@@ -39,7 +39,7 @@ class EngineRequest:
     Attributes:
         number: unique in this engine's life; what executors know it by.
         claim: the ring's claim.
-        client_id, priority, nbytes, num_seqs: for the scheduler; bytes are those of its tensors.
+        owner, priority, nbytes, num_seqs: for the scheduler; bytes are those of its tensors.
         arrived_at, admitted_at, first_reply_at: times of ``time.monotonic()``; 0: it is not so far.
         deadline: time of ``time.monotonic()`` after which it is given up, or None.
         is_tokenized: whether it only has a text tokenized, so that no token of its reply is a generated one.
@@ -55,7 +55,7 @@ class EngineRequest:
         self.arrived_at = time.monotonic()
         self.admitted_at = 0.0
         self.first_reply_at = 0.0
-        self.client_id = claim.client_id
+        self.owner = payload.owner or f"client {claim.client_id}"
         self.priority = payload.priority
         self.deadline = payload.deadline
         self.nbytes = _nbytes(payload)

@@ -1,38 +1,51 @@
-"""Which requests are part of the next step: by priority, then round robin over frontends, each in order of arrival.
+"""Which requests are part of the next step: those of the owners who have used least of the steps before.
 
-Theory of operation: a request waits until a step has room for it, and is then part of every step until it ends. Admission is
-bounded three ways: answers in a step, bytes of media that a step reads for the first time (decoding steps read none), and
-requests that wait, beyond which a request is refused instead of being kept for longer than its caller would wait.
+Theory of operation: a request waits until a step has room for it, and is then *open* until it ends: part of every step, unless
+others have their turn. Admission is bounded three ways: answers that are open, bytes of media that a step reads for the first
+time (decoding steps read none), and requests that wait. Where more is asked for than there is, it is shared by the owners of
+the requests (:mod:`.accounts`), whatever number of them each sends:
+
+- *The line.* Next is a request of the owner who has fewest answers open; of equals, who has used least; of equals, in turn. The
+  requests of one owner go in order of arrival. If the line is full, whoever has most requests in it loses the last of them to
+  an owner who has fewer.
+- *Seats.* A step takes ``max_num_seqs`` answers. With an executor that can pause requests, an owner who has less than an equal
+  share of the seats need not wait for an answer of others to end: the request is opened, and the seats of each step are given
+  out in turn, first to who has used least. Who has no seat in a step is first among its owner's in the next one.
+- *The order in a step.* Requests of who has used least come first. Executors give out in this order what a step has too little
+  of.
+
+Operators may let callers say that requests are urgent. More urgent ones go first, whoever has used what; but one of some
+admissions goes to those that are less so, and they do not wait for ever.
 
 A request may have several answers. It is admitted for the first of them, and then stands in the line again, behind all others
-of its frontend, for the next one. So it never waits for several places at once, and nobody waits for all of its answers. An
-answer that ends gives its place to whoever is next.
+of its owner, for the next one. So it never waits for several places at once, and nobody waits for all of its answers. An answer
+that ends gives its place to whoever is next.
 
 The scheduler is a book like those of ``shmring.core``: no loop, no clock, no executor. A waiting request can be withdrawn at
 any time. The scheduler never removes a running one: its step may be reading its slots.
 
-Invariants: a request is waiting, or running, or neither; at most ``max_num_seqs`` answers run. Those of a running request that
-were not begun stand in the line.
+Invariants: a request is waiting, or running, or neither; at most ``max_num_seqs`` answers run, or twice as many if requests can
+be paused. Those of a running request that were not begun stand in the line.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Iterator
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
+from shmring.engine.accounts import Accounts
 from shmring.engine.overload import OverloadedError
 
 __all__ = ["Schedulable", "Scheduler", "SchedulerConfig"]
 
+_LESS_URGENT = 8  # one of so many admissions goes to a request that is not among the most urgent
+
 
 class Schedulable(Protocol):
     """What the scheduler needs of a request."""
-
-    @property
-    def client_id(self) -> int:
-        """The frontend it came from."""
 
     @property
     def priority(self) -> int:
@@ -73,38 +86,35 @@ class SchedulerConfig:
 
 
 class _Line(Generic[_Request]):
-    """The waiting requests of one priority: one queue for each frontend, served in turn."""
+    """The waiting requests of one priority: one queue for each owner. Owners who are equal are served in turn."""
 
     def __init__(self) -> None:
-        self._queues: OrderedDict[int, OrderedDict[_Request, None]] = OrderedDict()
+        self.queues: OrderedDict[str, OrderedDict[_Request, None]] = OrderedDict()
 
-    def add(self, request: _Request) -> None:
-        self._queues.setdefault(request.client_id, OrderedDict())[request] = None
+    def add(self, request: _Request, owner: str) -> None:
+        self.queues.setdefault(owner, OrderedDict())[request] = None
 
-    def remove(self, request: _Request) -> bool:
-        queue = self._queues.get(request.client_id)
+    def remove(self, request: _Request, owner: str) -> bool:
+        queue = self.queues.get(owner)
         if queue is None or request not in queue:
             return False
         del queue[request]
         if not queue:
-            del self._queues[request.client_id]
+            del self.queues[owner]
         return True
 
-    def pop(self) -> _Request:
-        """Takes the first request of the frontend whose turn it is; the frontend goes to the end of the line."""
-        client_id, queue = next(iter(self._queues.items()))
+    def pop(self, owner: str) -> _Request:
+        """Takes the first request of an owner, who goes behind those that are equal."""
+        queue = self.queues[owner]
         request, _ = queue.popitem(last=False)
         if queue:
-            self._queues.move_to_end(client_id)
+            self.queues.move_to_end(owner)
         else:
-            del self._queues[client_id]
+            del self.queues[owner]
         return request
 
-    def __bool__(self) -> bool:
-        return bool(self._queues)
-
     def __iter__(self) -> Iterator[_Request]:
-        return (request for queue in self._queues.values() for request in queue)
+        return (request for queue in self.queues.values() for request in queue)
 
 
 @dataclasses.dataclass(slots=True)
@@ -114,21 +124,39 @@ class _Answers:
     begun: int = 1
     ended: int = 0
 
+    @property
+    def open(self) -> int:
+        return self.begun - self.ended
+
 
 class Scheduler(Generic[_Request]):
-    """The book of waiting and running requests."""
+    """The book of waiting and running requests.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    Args:
+        config: bounds.
+        pauses: whether a running request need not be part of each step.
+
+    Attributes:
+        config: as given.
+        accounts: of the owners of requests. Whoever executes steps charges what they took.
+    """
+
+    def __init__(self, config: SchedulerConfig, *, pauses: bool = False) -> None:
         self.config = config
+        self.accounts = Accounts()
+        self._pauses = pauses
+        self._owners: dict[_Request, str] = {}  # of waiting and running requests
         self._lines: dict[int, _Line[_Request]] = {}  # by priority; only lines with requests
-        self._waiting = 0
-        self._running: dict[_Request, _Answers] = {}
-        self._num_seqs = 0  # answers that are being written
+        self._waiting: Counter[str] = Counter()  # requests, by owner
+        self._running: OrderedDict[_Request, _Answers] = OrderedDict()  # those that were paused last come first
+        self._open: Counter[str] = Counter()  # answers that are being written, by owner
+        self._num_seqs = 0  # all of them
+        self._admissions = 0  # of requests
 
     @property
     def waiting(self) -> int:
         """How many requests wait."""
-        return self._waiting
+        return len(self._owners) - len(self._running)
 
     @property
     def running(self) -> int:
@@ -136,16 +164,22 @@ class Scheduler(Generic[_Request]):
         return len(self._running)
 
     def __iter__(self) -> Iterator[_Request]:
-        """Iterates over running requests, in order of admission."""
+        """Iterates over running requests, in order of admission but for those that were paused."""
         return iter(list(self._running))
 
     def all(self) -> list[_Request]:
         """Returns running and waiting requests."""
-        waiting = (request for line in self._lines.values() for request in line if request not in self._running)
-        return [*self._running, *waiting]
+        return [*self._running, *(request for request in self._owners if request not in self._running)]
 
-    def add(self, request: _Request) -> None:
+    def add(self, request: _Request, owner: str = "") -> _Request | None:
         """Puts a request in line.
+
+        Args:
+            request: it.
+            owner: whose it is.
+
+        Returns:
+            A request that must be refused in its place, and is no longer here: the line is full, and its owner has most in it.
 
         Raises:
             OverloadedError: the line is full; nothing was changed.
@@ -153,26 +187,34 @@ class Scheduler(Generic[_Request]):
         """
         if not 1 <= request.num_seqs <= self.config.max_num_seqs:
             raise ValueError(f"n is {request.num_seqs}; this server takes at most {self.config.max_num_seqs} (max_num_seqs)")
-        if self._waiting >= self.config.max_waiting:
-            raise OverloadedError(f"{self._waiting} requests are waiting in the engine, it takes no more; try again later")
+        displaced = None
+        if self.waiting >= self.config.max_waiting:
+            displaced = self._last_of_the_most(owner)
+            if displaced is None:
+                raise OverloadedError(f"{self.waiting} requests are waiting in the engine, it takes no more; try again later")
+            self.withdraw(displaced)
+        self._owners[request] = owner
         self._enter_line(request)
-        self._waiting += 1
+        self._waiting[owner] += 1
+        self.accounts.enter(owner)
+        return displaced
 
     def withdraw(self, request: _Request) -> bool:
         """Takes a waiting request out of the line. Returns whether it was there."""
-        if request in self._running or not self._leave_line(request):
+        if request in self._running or request not in self._owners:
             return False
-        self._waiting -= 1
+        self._leave_line(request)
+        self._no_longer_waits(request)
+        self._forget(request)
         return True
 
     def withdraw_all(self) -> list[_Request]:
         """Takes everything out of the line; returns the waiting requests."""
-        waiting = []
-        while self._lines:
-            request = self._pop()
-            if request not in self._running:
-                waiting.append(request)
-        self._waiting = 0
+        waiting = [request for request in self._owners if request not in self._running]
+        self._lines.clear()
+        for request in waiting:
+            self._no_longer_waits(request)
+            self._forget(request)
         return waiting
 
     def is_running(self, request: _Request) -> bool:
@@ -184,7 +226,7 @@ class Scheduler(Generic[_Request]):
         return self._running[request].begun
 
     def admit(self) -> list[_Request]:
-        """Admits the waiting requests that have room in the next step, and further answers of running ones.
+        """Admits the waiting requests that have room, and further answers of running ones.
 
         The request that crosses ``max_batch_nbytes`` is the last one admitted, so that one of any size can be.
 
@@ -193,14 +235,15 @@ class Scheduler(Generic[_Request]):
         """
         admitted: list[_Request] = []
         nbytes = 0
-        while self._lines and self._num_seqs < self.config.max_num_seqs and nbytes < self.config.max_batch_nbytes:
-            request = self._pop()
+        while nbytes < self.config.max_batch_nbytes and (chosen := self._choose()) is not None:
+            request = self._pop(*chosen)
             if request in self._running:
                 self._begin_another(request)
                 continue
-            self._waiting -= 1
+            self._admissions += 1
+            self._no_longer_waits(request)
             self._running[request] = _Answers()
-            self._num_seqs += 1
+            self._count_open(request, 1)
             admitted.append(request)
             nbytes += request.nbytes
             if request.num_seqs > 1:
@@ -214,44 +257,122 @@ class Scheduler(Generic[_Request]):
                 self._leave_line(request)
                 self._begin_another(request)
 
+    def step(self) -> list[_Request]:
+        """Returns the running requests that are part of the next step, those of who has used least first.
+
+        A request with several answers takes a seat for each, and is not left out because there are fewer.
+        """
+        by_owner: dict[str, list[_Request]] = {}
+        for request in self._running:
+            by_owner.setdefault(self._owners[request], []).append(request)
+        owners = sorted(by_owner, key=self.accounts.used)
+        if self._num_seqs <= self.config.max_num_seqs:
+            return [request for owner in owners for request in by_owner[owner]]
+        counts = self._share_seats([by_owner[owner] for owner in owners])
+        paused = [request for owner, count in zip(owners, counts, strict=True) for request in by_owner[owner][count:]]
+        for request in reversed(paused):
+            self._running.move_to_end(request, last=False)
+        return [request for owner, count in zip(owners, counts, strict=True) for request in by_owner[owner][:count]]
+
     def end_answer(self, request: _Request) -> None:
         """An answer of a running request has ended. The request has not, before it is finished."""
         answers = self._running[request]
-        if answers.ended < answers.begun:
+        if answers.open:
             answers.ended += 1
-            self._num_seqs -= 1
+            self._count_open(request, -1)
 
     def finish(self, request: _Request) -> None:
         """A running request has ended, and all of its answers with it."""
         answers = self._running.pop(request)
-        self._num_seqs -= answers.begun - answers.ended
+        self._count_open(request, -answers.open)
         self._leave_line(request)
+        self._forget(request)
+
+    def _share_seats(self, requests: list[list[_Request]]) -> list[int]:
+        """Returns how many requests of each owner have seats: one more in each turn, as long as there are any."""
+        counts = [0] * len(requests)
+        seats = self.config.max_num_seqs
+        while seats > 0 and any(count < len(mine) for count, mine in zip(counts, requests, strict=True)):
+            for number, mine in enumerate(requests):
+                if seats > 0 and counts[number] < len(mine):
+                    seats -= self._running[mine[counts[number]]].open
+                    counts[number] += 1
+        return counts
 
     def _begin_another(self, request: _Request) -> None:
         answers = self._running[request]
         answers.begun += 1
-        self._num_seqs += 1
+        self._count_open(request, 1)
         if answers.begun < request.num_seqs:
             self._enter_line(request)
 
+    def _count_open(self, request: _Request, number: int) -> None:
+        owner = self._owners[request]
+        self._open[owner] += number
+        self._num_seqs += number
+        if not self._open[owner]:
+            del self._open[owner]
+
+    def _no_longer_waits(self, request: _Request) -> None:
+        owner = self._owners[request]
+        self._waiting[owner] -= 1
+        if not self._waiting[owner]:
+            del self._waiting[owner]
+
+    def _forget(self, request: _Request) -> None:
+        self.accounts.leave(self._owners.pop(request))
+
     def _enter_line(self, request: _Request) -> None:
-        self._lines.setdefault(request.priority, _Line()).add(request)
+        self._lines.setdefault(request.priority, _Line()).add(request, self._owners[request])
 
-    def _leave_line(self, request: _Request) -> bool:
-        """Takes a request out of the line; returns whether it was there."""
+    def _leave_line(self, request: _Request) -> None:
+        """Takes a request out of the line, if it is there."""
         line = self._lines.get(request.priority)
-        if line is None or not line.remove(request):
-            return False
-        self._drop_if_empty(request.priority)
-        return True
+        if line is not None and line.remove(request, self._owners[request]):
+            self._drop_if_empty(request.priority)
 
-    def _pop(self) -> _Request:
-        priority = min(self._lines)
-        request = self._lines[priority].pop()
+    def _choose(self) -> tuple[int, str] | None:
+        """Returns the priority and the owner of who is next; None: there is no room for any of them."""
+        most = self._most_open()
+        others = sorted(self._lines)[1:]
+        if others and self._admissions % _LESS_URGENT == _LESS_URGENT - 1 and (found := self._least_of(others, most)):
+            return found
+        return next((found for priority in sorted(self._lines) if (found := self._least_of([priority], most))), None)
+
+    def _most_open(self) -> float:
+        """Returns how many answers an owner may have open, to have another one."""
+        if self._num_seqs < self.config.max_num_seqs:
+            return math.inf
+        if not self._pauses or self._num_seqs >= 2 * self.config.max_num_seqs:
+            return 0
+        return max(1, self.config.max_num_seqs // len(self.accounts))
+
+    def _least_of(self, priorities: Iterable[int], most: float) -> tuple[int, str] | None:
+        candidates = [
+            (self._open[owner], self.accounts.used(owner), priority, owner)
+            for priority in priorities
+            for owner in self._lines[priority].queues
+            if self._open[owner] < most
+        ]
+        if not candidates:
+            return None
+        _, _, priority, owner = min(candidates, key=lambda candidate: candidate[:2])
+        return priority, owner
+
+    def _pop(self, priority: int, owner: str) -> _Request:
+        request = self._lines[priority].pop(owner)
         self._drop_if_empty(priority)
         return request
 
+    def _last_of_the_most(self, owner: str) -> _Request | None:
+        """Returns the last waiting request of the owner who has most; None: this one would have as many with a further one."""
+        greatest, count = self._waiting.most_common(1)[0]
+        if self._waiting[owner] + 1 >= count:
+            return None
+        waiting = [request for priority in sorted(self._lines) for request in self._lines[priority].queues.get(greatest, ())]
+        return next(request for request in reversed(waiting) if request not in self._running)
+
     def _drop_if_empty(self, priority: int) -> None:
         """An empty line is not kept: callers may send any number of priorities."""
-        if not self._lines[priority]:
+        if not self._lines[priority].queues:
             del self._lines[priority]

@@ -16,6 +16,8 @@ from shmring.frontend.key_usage import OwnerUsage
 
 __all__ = ["Authentication"]
 
+_SHOWN = 4  # bytes of a key's digest by which a key without an owner is told from others
+
 
 class Authentication:
     """Middleware of routes that need a key.
@@ -23,7 +25,8 @@ class Authentication:
     Args:
         app: answers callers that have a key.
         keys: a caller needs one of them; if there are none, no key is needed.
-        usages: what their owners use, by key; for those that have one. It becomes part of the request's state.
+        usages: what their owners use, by key; for those that have one. It becomes part of the request's state, and so does what
+            the caller is called.
     """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], usages: Mapping[str, OwnerUsage] | None = None) -> None:
@@ -43,7 +46,8 @@ class Authentication:
             if token is None or digest not in self._usages:
                 message = "this server needs a key: send the header 'Authorization: Bearer KEY' with one that it knows"
                 raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-            scope["state"]["usage"] = self._usages[digest]
+            scope["state"]["usage"] = usage = self._usages[digest]
+            scope["state"]["caller"] = f"key {digest[:_SHOWN].hex()}" if usage is None else usage.owner.name
         await self._app(scope, receive, send)
 
 

@@ -1,8 +1,9 @@
-"""The caller of a request: a key, or an address if no key is needed. Shared resources are given to callers in turn, and not to
-requests. And when the caller hangs up."""
+"""The caller of a request: the owner of its key, or else the key, or an address if no key is needed. Shared resources are given
+to callers in turn, and not to requests. And when the caller hangs up."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable
 from contextvars import ContextVar
 
@@ -10,17 +11,28 @@ from starlette.types import Receive, Scope
 
 __all__ = ["caller", "caller_of", "on_hang_up"]
 
-#: The caller for whom the running task works; tasks that it begins have the same caller.
-caller: ContextVar[bytes] = ContextVar("caller", default=b"")
+_NETWORK_BITS = 64  # of an IPv6 address: the smallest network, whose owner may send from any address in it
+
+#: The caller for whom the running task works, as people may read it; tasks that it begins have the same caller.
+caller: ContextVar[str] = ContextVar("caller", default="")
 
 
-def caller_of(scope: Scope) -> bytes:
-    """Returns the caller: the request's ``Authorization``, or else its address."""
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            return bytes(value)
+def caller_of(scope: Scope) -> str:
+    """Returns the caller: whose key the request has, if keys are needed; or else its address, of IPv6 the network's."""
+    name: str | None = scope["state"].get("caller")
+    if name is not None:
+        return name
     client = scope.get("client")
-    return client[0].encode() if client else b""
+    if not client:
+        return "a local process"
+    if ":" not in client[0]:
+        return str(client[0])
+    try:
+        address = ipaddress.IPv6Address(client[0].partition("%")[0])
+    except ValueError:
+        return str(client[0])
+    network = ipaddress.IPv6Network((address, _NETWORK_BITS), strict=False)
+    return str(address.ipv4_mapped or network)
 
 
 def on_hang_up(receive: Receive, function: Callable[[], None] | None) -> None:

@@ -34,6 +34,7 @@ from shmring.engine.protocol import (
 )
 from shmring.engine.tracing import note
 from shmring.frontend.admission import Admitted
+from shmring.frontend.callers import caller
 from shmring.frontend.errors import ApiError
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.key_usage import running_usage
@@ -240,6 +241,7 @@ class Inference:
         for all of them takes as long as the rest of this function.)
         """
         description = await self._description(request.model, form.task, admitted)
+        self._check_priority(request.priority)
         generate_requests, sources = form.engine_requests(request)
         _check_abilities(generate_requests[0], description, request)
         _check_logprobs(generate_requests)
@@ -247,6 +249,7 @@ class Inference:
             generate_requests[0].media = media  # not a copy: it is emptied when the block is left
             for generate_request in generate_requests:
                 generate_request.stream = stream
+                generate_request.owner = caller.get()
             outputs = self._outputs(generate_requests, request_id, admitted)
             try:
                 first = await anext(outputs, None)
@@ -290,6 +293,7 @@ class Inference:
             return DetokenizeResponse((await self._ask_for_tokens(detokenizing(request), admitted, request_id)).text)
 
     async def _ask_for_tokens(self, request: GenerateRequest, admitted: Admitted, request_id: str) -> GenerateReply:
+        request.owner = caller.get()
         admitted.release_turn()
         outputs = self._engine.generate(request, request_id=request_id, timeout=_seconds_left(admitted))
         async with contextlib.aclosing(outputs):
@@ -339,6 +343,7 @@ class Inference:
         param: str,
     ) -> tuple[torch.Tensor, int, Facts]:
         """Returns the embeddings of inputs, and how many tokens they have; empties the list of inputs."""
+        self._check_priority(priority)
         if not description.input.text and any(isinstance(item, Text) for item in inputs):
             message = "this model does not embed text; send media, as messages or as data: URLs"
             raise ApiError(400, message, code="unsupported_input", param=param)
@@ -353,7 +358,7 @@ class Inference:
             filled: list[Text | Medium] = [next(in_order) if text is None else text for text in texts]
             try:
                 embeddings, prompt_tokens = await self._encode(
-                    EncodeRequest(filled, priority=priority or 0), admitted, request_id
+                    EncodeRequest(filled, priority=priority or 0, owner=caller.get()), admitted, request_id
                 )
             finally:
                 filled.clear()
@@ -362,6 +367,21 @@ class Inference:
         if (usage := running_usage()) is not None:
             usage.count_tokens(prompt_tokens, 0)
         return embeddings, prompt_tokens, facts
+
+    def _check_priority(self, priority: int | None) -> None:
+        """Refuses a request that says that it is more urgent than its caller's may be.
+
+        Raises:
+            ApiError: 400.
+        """
+        usage = running_usage()
+        most = self._settings.max_priority if usage is None or usage.owner.max_priority is None else usage.owner.max_priority
+        if priority is not None and priority < -most:
+            text = (
+                f"priority is {priority}, and the least that your requests may have is {-most} (lower is sooner): the option "
+                "max-priority of this server says so"
+            )
+            raise ApiError(400, text, code="unsupported_value", param="priority")
 
     def _media(
         self, sources: list[MediaSource], description: ModelDescription, admitted: Admitted, param: str
@@ -594,7 +614,7 @@ def _in_parts(request: EncodeRequest) -> Iterator[EncodeRequest]:
             assert isinstance(item, Text)
             characters += len(item.text)
             if inputs and characters > _PART_CHARACTERS:
-                yield EncodeRequest(inputs, request.priority)
+                yield EncodeRequest(inputs, request.priority, owner=request.owner)
                 inputs, characters = [], len(item.text)
             inputs.append(item)
-    yield EncodeRequest(inputs, request.priority) if inputs else request
+    yield EncodeRequest(inputs, request.priority, owner=request.owner) if inputs else request

@@ -4,7 +4,7 @@ A mistake never opens the server: a variable or a file that exists but holds no 
 
 Behind a key in the file, its owner's name and limits may stand::
 
-    KEY name=alice max-concurrent-requests=8 max-requests-per-minute=600 max-slab-nbytes=1GiB
+    KEY name=alice max-concurrent-requests=8 max-requests-per-minute=600 max-slab-nbytes=1GiB max-priority=10
 
 Keys of one name are one owner's, and count together: an old key and the one that takes its place.
 """
@@ -42,6 +42,7 @@ class KeyOwner:
         max_concurrent_requests: of all its keys; None: no limit, and so below.
         max_requests_per_minute: in any 60 seconds.
         max_slab_nbytes: of media that its requests have in the slab, or wait for.
+        max_priority: how urgent its requests may be; None: as those of others.
     """
 
     name: str
@@ -49,6 +50,7 @@ class KeyOwner:
     max_concurrent_requests: int | None = None
     max_requests_per_minute: int | None = None
     max_slab_nbytes: int | None = None
+    max_priority: int | None = None
 
 
 _WORDS = [field.name.replace("_", "-") for field in dataclasses.fields(KeyOwner) if field.name != "keys"]

@@ -36,7 +36,7 @@ FRONTEND_OPTIONS = (
         ["--api-key-file"],
         type=click.Path(exists=True, dir_okay=False),
         help="A file of such keys, one in a line, which only its owner can read. Behind a key may stand its owner and limits: "
-        "KEY name=alice max-concurrent-requests=8 max-requests-per-minute=600 max-slab-nbytes=1GiB.",
+        "KEY name=alice max-concurrent-requests=8 max-requests-per-minute=600 max-slab-nbytes=1GiB max-priority=10.",
     ),
     Option(
         ["--admin-key", "admin_keys"],

@@ -198,6 +198,9 @@ class FrontendSettings:
 
             As many as in OpenAI's API.
         limit_mm_per_prompt: Most media of a request: JSON, or image=16,video=2.
+        max_priority: How urgent callers may say that a request is: priority -N is the most urgent. 0: none more than usual.
+
+            More urgent requests go first, whoever sends them. Behind a key in a file, ``max-priority=N`` says it for its owner.
         engine_retries: With several engines: how often a request is sent to another engine because its own died before it had
             replied.
 
@@ -230,6 +233,7 @@ class FrontendSettings:
     max_media_nbytes: int = 512 << 20
     max_inputs: int = 2048
     limit_mm_per_prompt: Annotated[MediaCounts, Flag(metavar="LIMITS")] = dataclasses.field(default_factory=MediaCounts)
+    max_priority: Annotated[int, Flag(least=0)] = 0
     engine_retries: Annotated[int, Flag(least=0, most=MAX_ENGINES)] = 1
     decoders: int = 4
     disable_mm_shm: bool = False

@@ -4,10 +4,10 @@ The cost of one request should not delay others. A request of 2048 texts would k
 piece of work, and 40 of them at once for 20 seconds; here a small request waits for the one input that is being encoded, and
 for the end of a slice. Two rules say whose input is next:
 
-- *Small* requests come first, in order of arrival: those that, by their executor's estimate, are encoded within a slice. So a
-  small request is answered at once, even beside many large ones.
-- Of the others, the one that has had least time comes next. One of them has a turn at least every ``_STARVING_S``, even beside
-  many small ones.
+- *Small* requests come first, in the order of the step: those that, by their executor's estimate, are encoded within a slice.
+  So a small request is answered at once, even beside many large ones.
+- Of the others, the one that has had least time comes next, of those of one owner: whose request is the first of the step. One
+  of them has a turn at least every ``_STARVING_S``, even beside many small ones.
 
 An executor that encodes several inputs faster together than one by one is offered several at a time, in this order.
 
@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeAlias
 
+import msgspec
 import torch
 
 from shmring.core.loggers import logger_of
@@ -128,9 +129,11 @@ class EncodingLine:
                 outputs[number] = ValueError("a request to encode has at least one input")
             elif number not in self._progress:
                 self._progress[number] = _Progress(self._is_small(request))
-        mine = [(number, progress) for number, progress in self._progress.items() if number in requests]
+        mine = [(number, self._progress[number]) for number in requests if number in self._progress]
+        before_s = {number: progress.seconds for number, progress in mine}
         small = deque(number for number, progress in mine if progress.is_small)
-        large = [(progress.seconds, number) for number, progress in mine if not progress.is_small]
+        owner = next((requests[number].owner for number, progress in mine if not progress.is_small), "")
+        large = [self._place(number, owner, requests) for number, progress in mine if not progress.is_small]
         heapq.heapify(large)
         ends_early = bool(small) and now - self._large_at < _STARVING_S
         has_begun = False
@@ -159,13 +162,23 @@ class EncodingLine:
                 elif progress.is_small:
                     small.appendleft(number)
                 else:
-                    heapq.heappush(large, (progress.seconds, number))
+                    heapq.heappush(large, self._place(number, owner, requests))
             if 0 < len(results) < len(offered):
                 break
-        return outputs
+        return {number: self._priced(number, output, before_s.get(number, 0.0)) for number, output in outputs.items()}
+
+    def _priced(self, number: int, output: StepOutput | Exception, before_s: float) -> StepOutput | Exception:
+        """Returns an output that says what its request took."""
+        if isinstance(output, Exception) or (taken := self._progress[number].seconds - before_s) <= 0:
+            return output
+        return msgspec.structs.replace(output, seconds=taken)
+
+    def _place(self, number: int, owner: str, requests: Mapping[int, EncodeRequest]) -> tuple[bool, float, int]:
+        """Where a large request stands in line; those of the owner come first."""
+        return requests[number].owner != owner, self._progress[number].seconds, number
 
     def _next_turn(
-        self, small: deque[int], large: list[tuple[float, int]], requests: Mapping[int, EncodeRequest], now: float
+        self, small: deque[int], large: list[tuple[bool, float, int]], requests: Mapping[int, EncodeRequest], now: float
     ) -> list[tuple[int, Sequence[Text | Medium]]]:
         """Takes from the line who is next, each with its next inputs. None of them begins a second part of its reply."""
         turn: list[tuple[int, Sequence[Text | Medium]]] = []
@@ -176,7 +189,7 @@ class EncodingLine:
                 number, share = small.popleft(), room
             else:
                 share = 1 if small else -(-room // len(large))
-                _, number = heapq.heappop(large)
+                _, _, number = heapq.heappop(large)
                 is_late = False
             progress = self._progress[number]
             share = min(share, _PART_INPUTS - len(progress.embeddings))

@@ -76,6 +76,7 @@ class FingerprintsExecutor:
             tasks=["encode"],
             input=self._input,
             max_batch_size=_MAX_BATCH_SIZE,
+            pauses=True,
             embedding_size=FINGERPRINT_SIZE,
         )
 

@@ -110,12 +110,14 @@ class StepOutput(msgspec.Struct, frozen=True):
         finished: whether the request is complete.
         keep_inputs: whether the next step needs the request's payload again. Otherwise its slots go back now.
         others: further replies, where a request has several answers.
+        seconds: what the request took of the step. Nothing: an equal share of what others did not take.
     """
 
     reply: EncodeReply | GenerateReply | None = None
     finished: bool = True
     keep_inputs: bool = False
     others: Sequence[GenerateReply] = ()
+    seconds: float = 0.0
 
 
 @runtime_checkable
@@ -133,7 +135,10 @@ class Executor(Protocol):
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
         """Executes one step for all requests in it, or a part of it: other requests wait for its end. A request that goes on
-        is part of the next step (:mod:`shmring.engine.executors.encoding` shares such steps out).
+        is part of the next step (:mod:`shmring.engine.executors.encoding` shares such steps out), or of a later one if the
+        executor's description says that it can be paused.
+
+        The requests of who has used least of earlier steps come first. Whatever there is too little of in a step goes to them.
 
         Returns:
             For each request its output, or the error with which it alone fails. ``ValueError`` says that the request is

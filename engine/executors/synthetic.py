@@ -119,6 +119,7 @@ class SyntheticExecutor:
                 checksum=True,
             ),
             max_batch_size=self._options.max_batch_size,
+            pauses=True,
             embedding_size=self._options.embedding_size,
             max_model_len=self._options.max_model_len,
             synthetic=True,

@@ -30,12 +30,15 @@ Invariants:
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
+import itertools
+import time
 import traceback
 from array import array
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import msgspec
@@ -92,6 +95,8 @@ _TEXTS = 64  # to be embedded, which a step is offered; as many of them as fit a
 # an answer pauses for an eighth of a second. A prompt that is read by itself has pieces of the first length.
 _PIECE_TOKENS = 128
 _IDLE_TOKENS = 2048
+
+_LONE_PASSES = 2  # in a step, of answers that are read by themselves: each takes as long as one of all others together
 
 # Media that a step copies, while answers wait: some ten milliseconds. One that is larger has a step to itself.
 _COPIED_NBYTES = 32 << 20
@@ -153,6 +158,7 @@ class _Answer:
         request_id: whose it is; set then, too.
         twins: the answers behind it, until they are begun: the prompt is read once for all of them.
         repeatable: whether it must be the same again, bit for bit.
+        lone_turn: its last turn to be read by itself.
     """
 
     context: Context
@@ -170,6 +176,7 @@ class _Answer:
         if sampling.max_tokens is not None and sampling.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
         self.repeatable = sampling.seed is not None
+        self.lone_turn = 0
         self.twins: list[_Answer] = []
         self.index = index
         self._ends = frozenset(sampling.stop_token_ids)
@@ -287,6 +294,8 @@ class TransformersExecutor:
         self._preparing: dict[int, _Preparing] = {}
         self._long_inputs: dict[int, _LongInputs] = {}  # of requests to encode
         self._characters = 0  # of texts that this step has made into tokens
+        self._taken: defaultdict[int, float] = defaultdict(float)  # seconds of this step, by request
+        self._lone_turns = itertools.count(1)
         self._embedder: Embedder | None = None
         if self._model.can_read:
             self._embedder = Embedder(self._prompts, self._model, settings.pooling, self._checkpoint.max_model_len)
@@ -317,6 +326,7 @@ class TransformersExecutor:
             tasks=[task for task, possible in can.items() if possible],
             input=msgspec.structs.replace(self._prompts.input, text=self._embedder is not None),
             max_batch_size=self._max_num_seqs,
+            pauses=True,
             embedding_size=None if self._embedder is None else self._embedder.size,
             max_model_len=self._checkpoint.max_model_len,
             tools=self._prompts.has_tools,
@@ -333,6 +343,7 @@ class TransformersExecutor:
         outputs: dict[int, StepOutput | Exception] = {}
         to_encode: dict[int, EncodeRequest] = {}
         copied_nbytes = self._characters = 0
+        self._taken.clear()
         for part in batch:
             if isinstance(part.payload, EncodeRequest):
                 self._begin_encoding(part.request_id, part.payload, to_encode, outputs)
@@ -343,7 +354,8 @@ class TransformersExecutor:
                 continue
             outputs[part.request_id] = _GOES_ON
             if part.payload is not None:
-                self._begin(part.request_id, part.payload, outputs)
+                with self._taking(part.request_id):
+                    self._begin(part.request_id, part.payload, outputs)
                 copied_nbytes += nbytes if outputs[part.request_id] is _GOES_ON else 0
             elif part.request_id not in self._answers and part.request_id not in self._preparing:
                 outputs[part.request_id] = RuntimeError(f"request {part.request_id} goes on, and was not begun")
@@ -353,7 +365,21 @@ class TransformersExecutor:
         for request_id, output in outputs.items():
             if isinstance(output, Exception) or output.finished:
                 self.forget(request_id)
-        return [outputs[part.request_id] for part in batch]
+        return [self._priced(part.request_id, outputs[part.request_id]) for part in batch]
+
+    @contextlib.contextmanager
+    def _taking(self, request_id: int) -> Iterator[None]:
+        """Counts the time of a block as what a request took of the step."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._taken[request_id] += time.perf_counter() - began
+
+    def _priced(self, request_id: int, output: StepOutput | Exception) -> StepOutput | Exception:
+        """Returns an output that says what the request took of the step."""
+        taken = self._taken.get(request_id)
+        return output if taken is None or isinstance(output, Exception) else msgspec.structs.replace(output, seconds=taken)
 
     def forget(self, request_id: int) -> None:
         """Lets go of a request's keys and values, or of its embeddings so far."""
@@ -468,16 +494,19 @@ class TransformersExecutor:
             room: for how many answers of each request.
         """
         running = [request_id for request_id, output in outputs.items() if output is _GOES_ON and request_id in self._answers]
-        pieces = self._choose_pieces([answer for request_id in running for answer in self._answers[request_id]])
-        together = [answer for answer in pieces if self._can_batch(answer)]
-        passes = [together] if together else []
-        passes += [[answer] for answer in pieces if not self._can_batch(answer)]
+        answers = [answer for request_id in running for answer in self._answers[request_id]]
+        pieces = self._choose_pieces([answer for answer in answers if self._can_batch(answer)])
+        passes = [list(pieces)] if pieces else []
+        for answer in self._choose_lone([answer for answer in answers if not self._can_batch(answer)]):
+            pieces[answer] = min(answer.context.unread, _PIECE_TOKENS) if self._model.flat else answer.context.unread
+            passes.append([answer])
         replies: dict[int, list[GenerateReply]] = {request_id: [] for request_id in running}
         chosen = [self._waiting.pop(request_id) for request_id in running if self._has_room(request_id, room)]
         for answer, _ in chosen:
             self._answers[answer.request_id].append(answer)
         while passes:
             answers = passes.pop()
+            began = time.perf_counter()
             try:
                 logits = self._model.advance([(answer.context, pieces[answer]) for answer in answers])
             except Exception as error:  # noqa: BLE001 - whatever goes wrong with a step fails the requests in it
@@ -488,10 +517,14 @@ class TransformersExecutor:
                 else:
                     outputs.update(dict.fromkeys((answer.request_id for answer in answers), _report(error)))
                 continue
+            token_s = (time.perf_counter() - began) / sum(pieces[answer] for answer in answers)
+            for answer in answers:
+                self._taken[answer.request_id] += token_s * pieces[answer]
             chosen += [(answer, row) for answer, row in zip(answers, logits, strict=True) if row is not None]
         for answer, row in chosen:
             try:
-                replies[answer.request_id] += self._choose(answer, row, room[answer.request_id])
+                with self._taking(answer.request_id):
+                    replies[answer.request_id] += self._choose(answer, row, room[answer.request_id])
             except Exception as error:  # noqa: BLE001 - if it were raised, other requests would lose their token
                 outputs[answer.request_id] = _report(error)
         for request_id in running:
@@ -530,18 +563,29 @@ class TransformersExecutor:
         return replies
 
     def _choose_pieces(self, answers: Sequence[_Answer]) -> dict[_Answer, int]:
-        """Returns how many tokens of each answer's context are read in this step; those of none are missing."""
-        budget = _PIECE_TOKENS if any(answer.context.prompt is None for answer in answers) else _IDLE_TOKENS
-        pieces: dict[_Answer, int] = {}
-        for answer in answers:
-            count = answer.context.unread
-            if answer.context.prompt is not None and self._model.flat:
-                count = min(count, budget if self._can_batch(answer) else _PIECE_TOKENS)
-                if not 0 < count <= budget:
-                    continue
-                budget -= count
-            pieces[answer] = count
+        """Returns how many tokens of each answer's context are read together in this step; those of none are missing.
+
+        Of the tokens of prompts, half are given out in the order of the step, and the others to the shortest prompts: so none
+        waits for all long ones, and none waits for ever.
+        """
+        pieces = {answer: 1 for answer in answers if answer.context.prompt is None}
+        prompts = [answer for answer in answers if answer.context.prompt is not None]
+        left = _PIECE_TOKENS if pieces else _IDLE_TOKENS
+        shortest_first = sorted(prompts, key=lambda answer: answer.context.unread)
+        for line, kept in ((prompts, left // 2), (shortest_first, 0)):
+            for answer in line:
+                count = min(answer.context.unread - pieces.get(answer, 0), left - kept)
+                if count > 0:
+                    pieces[answer] = pieces.get(answer, 0) + count
+                    left -= count
         return pieces
+
+    def _choose_lone(self, answers: Sequence[_Answer]) -> list[_Answer]:
+        """Returns the answers that are read alone in this step: the first one, and of the others the one whose turn is next."""
+        chosen = [*answers[:1], *sorted(answers[1:], key=lambda answer: answer.lone_turn)[: _LONE_PASSES - 1]]
+        for answer in chosen:
+            answer.lone_turn = next(self._lone_turns)
+        return chosen
 
     def _can_batch(self, answer: _Answer) -> bool:
         return self._model.flat and self._batch_decode and not answer.repeatable

@@ -237,7 +237,7 @@ def _processor_of(job: Probe | Decode) -> ProcessorSpec | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
-    who: bytes
+    who: str
     is_small: bool
     since_s: float
     granted: asyncio.Future[None]
@@ -254,11 +254,11 @@ class _Places:
     def __init__(self, count: int) -> None:
         self._count = count
         self._count_for_large = max(1, count - 1)
-        self._taken = Counter[bytes]()  # by caller
+        self._taken = Counter[str]()  # by caller
         self._taken_by_large = 0
         self._waiting: list[_Waiter] = []
         self._turns = itertools.count(1)
-        self._last_turn: dict[bytes, int] = {}  # of callers that wait or have places
+        self._last_turn: dict[str, int] = {}  # of callers that wait or have places
 
     async def take(self, is_small: bool) -> Callable[[], None]:
         """Waits for a place. Returns a function that gives the place back, for the next waiter."""
@@ -284,7 +284,7 @@ class _Places:
         self._forget(waiter.who)
         self._grant()
 
-    def _forget(self, who: bytes) -> None:
+    def _forget(self, who: str) -> None:
         if not self._taken[who]:
             del self._taken[who]
             if not any(waiter.who == who for waiter in self._waiting):

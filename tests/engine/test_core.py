@@ -235,7 +235,7 @@ async def test_requests_that_wait_share_a_step(socket_dir: Path) -> None:
         assert sizes == [1, 3, 1]
 
 
-async def test_requests_of_several_frontends_share_a_step_by_priority_and_in_turns(socket_dir: Path) -> None:
+async def test_in_a_step_come_first_those_of_who_has_used_least_and_of_these_the_most_urgent(socket_dir: Path) -> None:
     gate = Gate()
     async with (
         engine_and_client(gate, socket_dir, max_num_seqs=8) as (core, first),
@@ -249,7 +249,53 @@ async def test_requests_of_several_frontends_share_a_step_by_priority_and_in_tur
             await until(lambda waiting=waiting: core._scheduler.waiting == waiting + 1)
         gate.let()
         await asyncio.gather(*answers)
-        assert gate.seen == [0, 5, 1, 3, 2, 4]
+        assert gate.seen == [0, 3, 4, 5, 1, 2], "the first client's request was in a step before"
+
+
+async def test_what_requests_took_of_steps_is_charged_to_their_owners(socket_dir: Path) -> None:
+    told = {"costly": 5.0, "cheap": 1.0, "silent": 0.0}
+
+    def compute(batch: Sequence[StepInput]) -> list[StepOutput]:
+        return [msgspec.structs.replace(mean(part), seconds=told[part.payload.owner]) for part in batch]
+
+    async with engine_and_client(compute, socket_dir) as (core, client):
+        await asyncio.gather(*(encode(client, request_of(1, owner=owner)) for owner in told))
+        used = core._scheduler.accounts.most_recent(time.monotonic())
+        assert list(used) == ["costly", "cheap", "silent"]
+        assert (round(used["costly"]), round(used["cheap"])) == (5, 1)
+        assert 0.0 <= used["silent"] < 1.0
+
+
+async def test_owners_of_one_frontend_take_turns_and_a_request_without_one_is_its_frontends(socket_dir: Path) -> None:
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):
+        answers = [asyncio.create_task(encode(client, request_of(0)))]
+        await until(lambda: gate.seen)
+        for value, owner in ((1, "a"), (2, "a"), (3, "b"), (4, "")):
+            waiting = core._scheduler.waiting
+            answers.append(asyncio.create_task(encode(client, request_of(value, owner=owner))))
+            await until(lambda waiting=waiting: core._scheduler.waiting == waiting + 1)
+        assert sorted(core._scheduler.accounts._requests) == ["a", "b", "client 1"]
+        gate.let()
+        await asyncio.gather(*answers)
+        assert gate.seen == [0, 1, 3, 2, 4], "the frontend itself has used most"
+
+
+async def test_whoever_fills_the_line_loses_the_last_place_to_another_owner(socket_dir: Path) -> None:
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir, max_num_seqs=1, max_waiting=3) as (core, client):
+        answers = [asyncio.create_task(encode(client, request_of(0)))]
+        await until(lambda: gate.seen)
+        for value in (1, 2, 3):
+            answers.append(asyncio.create_task(encode(client, request_of(value, owner="a"))))
+            await until(lambda value=value: core._scheduler.waiting == value)
+        other = asyncio.create_task(encode(client, request_of(4, owner="b")))
+        with pytest.raises(shmring.RemoteError, match=r"OverloadedError: .*the line is full"):
+            await answers.pop()
+        gate.let()
+        await asyncio.gather(other, *answers)
+        assert core.metrics.refused_requests == 1
+        assert core.ring.statistics().slots_claimed == 0
 
 
 async def test_a_full_line_refuses_at_once(socket_dir: Path) -> None:
@@ -620,7 +666,7 @@ async def test_a_callers_timeout_is_the_engines_deadline(socket_dir: Path) -> No
         await until(lambda: gate.seen)
         waiting = asyncio.create_task(encode(client, request_of(2), timeout=5000))
         await until(lambda: core._scheduler.waiting == 1)
-        [request] = core._scheduler._lines[0]._queues[1]
+        [request] = core._scheduler._lines[0].queues["client 1"]
         assert 4900 < request.deadline - time.monotonic() < 5000
         gate.let()
         await asyncio.gather(running, waiting)

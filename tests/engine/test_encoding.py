@@ -157,6 +157,44 @@ def test_a_bug_is_logged_and_fails_its_request(caplog: pytest.LogCaptureFixture)
     assert "KeyError: 'a bug'" in caplog.text
 
 
+def test_of_large_requests_those_of_the_first_ones_owner_go_on_and_their_time_is_told() -> None:
+    encoded: list[str] = []
+
+    def encode(items: Any) -> list[Any]:
+        encoded.extend(item.text for item in items)
+        return [(torch.zeros(1), 1) for _ in items]
+
+    line = EncodingLine(encode, lambda _: 1.0, slice_s=0)
+    requests = {
+        1: EncodeRequest([Text("a1"), Text("a2")], owner="a"),
+        2: EncodeRequest([Text("a3"), Text("a4")], owner="a"),
+        3: EncodeRequest([Text("b1"), Text("b2")], owner="b"),
+    }
+    outputs = line.execute(requests)
+    outputs = line.execute({number: requests[number] for number in (3, 1, 2)})
+    assert encoded == ["a1", "b1"], "though the first has had a turn, and others of its owner have not"
+    output = outputs[3]
+    assert isinstance(output, StepOutput)
+    assert output.seconds > 0
+    line.execute({number: requests[number] for number in (2, 1, 3)})
+    assert encoded == ["a1", "b1", "a3"], "of one owner's, the one that has had least"
+
+
+def test_small_requests_go_in_the_order_of_the_step() -> None:
+    encoded: list[str] = []
+
+    def encode(items: Any) -> list[Any]:
+        encoded.extend(item.text for item in items)
+        return [(torch.zeros(1), 1) for _ in items]
+
+    line = EncodingLine(encode, lambda _: 0.0, slice_s=0)
+    requests = {number: EncodeRequest([Text(str(number))]) for number in (1, 2)}
+    line.execute({1: requests[1], 2: requests[2]})
+    line.execute({2: requests[2], 1: requests[1]})
+    assert encoded[0] == "1"
+    assert encoded[1] == "2"
+
+
 def test_one_that_is_given_up_in_its_midst_keeps_no_view() -> None:
     def encode(items: Any) -> Generator[None, None, Any]:
         while True:
@@ -166,7 +204,10 @@ def test_one_that_is_given_up_in_its_midst_keeps_no_view() -> None:
     line = EncodingLine(encode, lambda _: 1.0, slice_s=0)
     request = EncodeRequest([Picture(torch.zeros(2, 2, 3, dtype=torch.uint8))])
     view = weakref.ref(request.inputs[0].pixels)  # type: ignore[union-attr]
-    assert line.execute({1: request}) == {1: StepOutput(finished=False, keep_inputs=True)}
+    (output,) = line.execute({1: request}).values()
+    assert isinstance(output, StepOutput)
+    assert (output.finished, output.keep_inputs, output.reply) == (False, True, None)
+    assert output.seconds > 0
     del request
     assert view() is not None
     line.forget(1)

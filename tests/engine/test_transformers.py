@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +332,72 @@ def test_seeded_requests_get_the_same_bits_whatever_runs_beside_them(
     )
 
 
+# -- what a step is shared by ---------------------------------------------------------------------------------------------
+
+
+def of_tokens(count: int, **sampling: Any) -> GenerateRequest:
+    """A request whose prompt has so many tokens."""
+    tokens = [5 + number % 50 for number in range(count)]
+    return GenerateRequest([], sampling=SamplingParams(temperature=0.0, ignore_eos=True, **sampling), prompt=tokens)
+
+
+def lengths(executor: TransformersExecutor, numbers: Iterable[int]) -> list[int]:
+    """Returns how many tokens of each request were read so far."""
+    return [executor._answers[number][0].context.length for number in numbers]
+
+
+def test_a_short_prompt_waits_for_no_long_one_and_a_long_one_for_no_stream_of_short_ones(
+    executor: TransformersExecutor,
+) -> None:
+    long, short, writing = of_tokens(500, max_tokens=2), of_tokens(10, max_tokens=2), of_tokens(3, max_tokens=300)
+    executor.execute([StepInput(9, writing)])
+    executor.execute([StepInput(9, None), StepInput(1, long), StepInput(2, long), StepInput(3, short)])
+    assert lengths(executor, [9, 1, 2, 3]) == [4, 118, 0, 10]
+    steps, newcomer = 1, 10
+    while lengths(executor, [1])[0] < 500:
+        newcomer += 1
+        executor.execute(
+            [StepInput(9, None), StepInput(1, None), StepInput(2, None), StepInput(newcomer, of_tokens(100, max_tokens=1))]
+        )
+        steps += 1
+    assert steps == 1 + -(-(500 - 118) // 64), "half of the tokens of each step is for the first"
+    for number in [9, 1, 2, 3, *range(11, newcomer + 1)]:
+        executor.forget(number)
+
+
+def test_of_answers_that_are_read_alone_two_are_in_a_step_the_first_and_the_others_in_turn(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance, passes = executor._model.advance, []
+
+    def counted(pieces: Any) -> Any:
+        passes.append(len(pieces))
+        return advance(pieces)
+
+    monkeypatch.setattr(executor._model, "advance", counted)
+    seeded = {number: of_tokens(4, max_tokens=8, seed=number) for number in range(1, 6)}
+    batch = [StepInput(number, request) for number, request in seeded.items()]
+    read: list[list[int]] = []
+    for _ in range(5):
+        passes.clear()
+        executor.execute(batch)
+        assert passes == [1, 1]
+        read.append(lengths(executor, seeded))
+        batch = [StepInput(number, None) for number in seeded]
+    assert read == [[4, 4, 0, 0, 0], [5, 4, 4, 0, 0], [6, 4, 4, 4, 0], [7, 4, 4, 4, 4], [8, 5, 4, 4, 4]]
+    for number in seeded:
+        executor.forget(number)
+
+
+def test_a_request_is_told_what_it_took_of_the_step(executor: TransformersExecutor) -> None:
+    requests = {1: of_tokens(400, max_tokens=2), 2: of_tokens(4, max_tokens=2)}
+    outputs = executor.execute([StepInput(number, request) for number, request in requests.items()])
+    taken = [output.seconds for output in outputs if isinstance(output, StepOutput)]
+    assert taken[0] > taken[1] > 0
+    for number in requests:
+        executor.forget(number)
+
+
 # -- how answers come and end ---------------------------------------------------------------------------------------------
 
 
@@ -540,7 +606,8 @@ def test_answers_go_on_while_a_picture_is_looked_at(executor: TransformersExecut
     while len(tokens) < 10:
         outputs = list(executor.execute(batch))
         batch = [StepInput(1, None), StepInput(2, None)]
-        assert outputs[0] == StepOutput(finished=False)
+        assert isinstance(outputs[0], StepOutput)
+        assert (outputs[0].reply, outputs[0].finished, outputs[0].keep_inputs) == (None, False, False)
         tokens += outputs[1].reply.token_ids if outputs[1].reply is not None else []
     assert outputs[1].finished
     assert tokens == expected

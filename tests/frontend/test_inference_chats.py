@@ -107,14 +107,14 @@ async def test_the_engine_gets_the_callers_parameters(open_engine: Any, open_app
         await claim.reply(GenerateReply("yes", [1], 1, 1, "stop"))
 
     http = await open_app(await open_engine(note, GENERATING))
-    body = chat_of(*PIXELS, seed=5, stop=["a", "b"], temperature=0, top_p=0.5, max_completion_tokens=9, priority=-2)
+    body = chat_of(*PIXELS, seed=5, stop=["a", "b"], temperature=0, top_p=0.5, max_completion_tokens=9, priority=2)
     body["messages"].insert(0, {"role": "developer", "content": "Be brief."})
     response = await http.post("/v1/chat/completions", json=body | {"max_tokens": 1, "ignore_eos": True})
     assert response.json()["choices"][0]["finish_reason"] == "stop"
     [request] = requests
     sampling = request.sampling
     assert (sampling.seed, sampling.stop, sampling.temperature, sampling.top_p) == (5, ["a", "b"], 0, 0.5)
-    assert (sampling.max_tokens, sampling.ignore_eos, request.priority) == (9, True, -2)
+    assert (sampling.max_tokens, sampling.ignore_eos, request.priority) == (9, True, 2)
     assert request.deadline is not None
     first, second = request.messages
     assert (first.role, first.parts) == ("developer", [TextPart("Be brief.")])

@@ -1,0 +1,99 @@
+"""What callers have used of an engine's steps: one account for each owner, in seconds.
+
+A step is shared by all whose requests are in it, and what they take of it is time, whatever they ask for: a long prompt, a
+form, a seed. So each owner of requests (a key, or else an address) has an account of the seconds that its requests took.
+Wherever there is less than is asked for, the owner who has used least comes first: in the line before the steps, for seats in a
+step, and in the order in which an executor gets the requests of a step.
+
+An owner who comes begins with what the least of those who are there has, less a little credit: nobody saves up time by staying
+away, or pays for what others used before. Whoever leaves in debt finds it again, as long as others have less.
+
+An account is a book: no clock, no loop. Who calls says the time.
+
+Invariant: an owner who has requests has an account; one without them has one only while it is above the least.
+
+Source: start-time fair queueing (Goyal, Vin and Cheng, 1996), and the virtual token counter of Sheng et al., "Fairness in
+Serving Large Language Models" (2024), which counts tokens where seconds are measured here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+__all__ = ["Accounts"]
+
+#: Seconds of steps that a newcomer may use before the others: it is answered at once, beside whoever was there before.
+_CREDIT_S = 0.1
+
+_MAX_DEBTORS = 1024  # owners without requests: callers may come from any number of addresses
+
+_WINDOW_S = 60.0  # of what is told to people
+_TOLD, _MAX_TOLD = 10, 4096  # owners that are told of, and among which they are found
+
+
+class Accounts:
+    """The accounts of an engine."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, float] = {}
+        self._requests: Counter[str] = Counter()  # by owner, those that wait or run
+        # For people: what owners used in this window and in the one before it.
+        self._recent: tuple[dict[str, float], dict[str, float]] = {}, {}
+        self._window = 0
+
+    def __len__(self) -> int:
+        """How many owners have requests."""
+        return len(self._requests)
+
+    def used(self, owner: str) -> float:
+        """Returns where an owner stands: the one with less comes first."""
+        return self._used.get(owner, 0.0)
+
+    def enter(self, owner: str) -> None:
+        """A request of an owner has come."""
+        is_new = owner not in self._requests
+        if is_new:
+            self._used[owner] = max(self._used.get(owner, 0.0), self._least() - _CREDIT_S)
+        self._requests[owner] += 1
+        if is_new and len(self._used) > len(self._requests) + _MAX_DEBTORS:
+            self._forgive()
+
+    def leave(self, owner: str) -> None:
+        """A request of an owner has ended."""
+        self._requests[owner] -= 1
+        if not self._requests[owner]:
+            del self._requests[owner]
+        if not self._requests:  # nobody has waited for anybody
+            self._used.clear()
+
+    def charge(self, owner: str, seconds: float, now: float) -> None:
+        """A request of an owner has taken so many seconds of a step that has ended now."""
+        if owner in self._requests:
+            self._used[owner] += seconds
+        window = int(now // _WINDOW_S)
+        if window != self._window:
+            self._recent = {}, self._recent[0] if window == self._window + 1 else {}
+            self._window = window
+        recent = self._recent[0]
+        if owner in recent or len(recent) < _MAX_TOLD:
+            recent[owner] = recent.get(owner, 0.0) + seconds
+
+    def most_recent(self, now: float) -> dict[str, float]:
+        """Returns who has used most in the last minute, and how many seconds: a few owners, the first one most."""
+        window, elapsed_s = divmod(now, _WINDOW_S)
+        present, before = self._recent
+        if window != self._window:
+            present, before = {}, present if window == self._window + 1 else {}
+        share = 1 - elapsed_s / _WINDOW_S
+        seconds = {owner: present.get(owner, 0.0) + share * before.get(owner, 0.0) for owner in present.keys() | before.keys()}
+        return dict(sorted(seconds.items(), key=lambda item: -item[1])[:_TOLD])
+
+    def _forgive(self) -> None:
+        """Forgets the debts of those who have gone, unless they are few and others have less."""
+        least = self._least()
+        debtors = {owner: used for owner, used in self._used.items() if owner not in self._requests and used > least}
+        present = {owner: used for owner, used in self._used.items() if owner in self._requests}
+        self._used = present | (debtors if len(debtors) < _MAX_DEBTORS else {})
+
+    def _least(self) -> float:
+        return min((self._used[owner] for owner in self._requests), default=0.0)

@@ -1,0 +1,95 @@
+"""Accounts of owners: who comes first, newcomers, debts, and what is told to people."""
+
+from __future__ import annotations
+
+from shmring.engine import accounts as module
+from shmring.engine.accounts import Accounts
+
+
+def test_who_has_used_less_comes_first() -> None:
+    accounts = Accounts()
+    for owner in ("a", "b"):
+        accounts.enter(owner)
+    accounts.charge("a", 2.0, 0.0)
+    accounts.charge("b", 1.0, 0.0)
+    assert sorted(("a", "b"), key=accounts.used) == ["b", "a"]
+    assert len(accounts) == 2
+
+
+def test_a_newcomer_begins_a_little_below_the_least_and_saves_up_nothing() -> None:
+    accounts = Accounts()
+    accounts.enter("heavy")
+    accounts.charge("heavy", 100.0, 0.0)
+    accounts.enter("new")
+    assert 0 < accounts.used("heavy") - accounts.used("new") < 1
+    accounts.leave("new")
+    accounts.charge("heavy", 100.0, 0.0)
+    accounts.enter("new")
+    assert 0 < accounts.used("heavy") - accounts.used("new") < 1
+
+
+def test_who_leaves_in_debt_finds_it_again_as_long_as_others_have_less() -> None:
+    accounts = Accounts()
+    accounts.enter("a")
+    accounts.enter("b")
+    accounts.charge("a", 10.0, 0.0)
+    accounts.leave("a")
+    accounts.enter("a")
+    assert accounts.used("a") == 10.0
+    accounts.leave("a")
+    accounts.charge("b", 50.0, 0.0)
+    accounts.enter("a")
+    assert 0 < accounts.used("b") - accounts.used("a") < 1
+
+
+def test_when_nobody_is_there_all_begin_anew() -> None:
+    accounts = Accounts()
+    accounts.enter("a")
+    accounts.charge("a", 10.0, 0.0)
+    accounts.leave("a")
+    assert accounts.used("a") == 0.0
+
+
+def test_an_owner_has_an_account_as_long_as_a_request_of_it_is_there() -> None:
+    accounts = Accounts()
+    accounts.enter("a")
+    accounts.enter("a")
+    accounts.leave("a")
+    assert len(accounts) == 1
+    accounts.charge("a", 1.0, 0.0)
+    accounts.leave("a")
+    accounts.charge("a", 1.0, 0.0)  # a step that it was in ends later
+    assert (len(accounts), accounts.used("a")) == (0, 0.0)
+
+
+def test_debts_are_bounded_however_many_owners_come_and_go() -> None:
+    accounts = Accounts()
+    accounts.enter("stays")
+    for number in range(5 * module._MAX_DEBTORS):
+        accounts.enter(f"guest {number}")
+        accounts.charge(f"guest {number}", 1.0, 0.0)
+        accounts.leave(f"guest {number}")
+    assert len(accounts._used) <= module._MAX_DEBTORS + 2
+    assert accounts.used("stays") == 0.0
+
+
+def test_the_last_minute_is_told_of_those_who_used_most() -> None:
+    accounts = Accounts()
+    for number in range(30):
+        accounts.charge(f"owner {number}", float(number), 30.0)
+    told = accounts.most_recent(30.0)
+    assert list(told)[:2] == ["owner 29", "owner 28"]
+    assert (len(told), told["owner 29"]) == (module._TOLD, 29.0)
+    accounts.charge("owner 29", 4.0, 75.0)
+    assert accounts.most_recent(75.0)["owner 29"] == 4.0 + 29.0 * 0.75
+    assert accounts.most_recent(130.0) == {"owner 29": 4.0 * 50 / 60}
+    assert accounts.most_recent(200.0) == {}
+    accounts.charge("owner 1", 1.0, 500.0)
+    assert accounts.most_recent(500.0) == {"owner 1": 1.0}
+
+
+def test_what_is_told_is_bounded_too() -> None:
+    accounts = Accounts()
+    for number in range(2 * module._MAX_TOLD):
+        accounts.charge(f"owner {number}", 1.0, 0.0)
+    assert len(accounts._recent[0]) == module._MAX_TOLD
