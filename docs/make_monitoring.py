@@ -224,6 +224,13 @@ RULES: list[tuple[str, str, str, str, str]] = [
         "warning",
         "A frontend broke the rules of the protocol, and its connection was closed. The log says which one and how.",
     ),
+    (
+        "ShmringLogDropped",
+        "increase(shmring_log_lines_dropped_total[5m]) > 0 or increase(shmring_engine_log_lines_dropped_total[5m]) > 0",
+        "0s",
+        "warning",
+        "Lines of the log were dropped: nobody reads it, or the disk is full. Requests are answered as before.",
+    ),
 ]
 
 

@@ -27,9 +27,9 @@ class Counted:
         kind: counters count up from a start, gauges have the present value.
         unit: the unit of the number; "s" is seconds.
         text: its meaning, in Markdown.
-        source: where it is read from: the name of a record, a dot and a field. "http", "answers" and "keys" are counted by this
-            frontend, "intake" by its media, "client" by its end of a ring; "engine", "ring" and "times" come from an engine.
-            Empty: it is known when it is asked for.
+        source: where it is read from: the name of a record, a dot and a field. "http", "answers", "keys" and "process" are
+            counted by this frontend, "intake" by its media, "client" by its end of a ring; "engine", "ring" and "times" come
+            from an engine. Empty: it is known when it is asked for.
         labels: names of its labels. The field is then a dictionary, from labels to values.
         across_frontends: how a gauge's values of several frontends are combined.
     """
@@ -89,6 +89,7 @@ _ENGINE: tuple[tuple[str, Kind, str, str], ...] = (
     ("failed_requests", "counter", "requests", "that the executor refused or failed"),
     ("refused_requests", "counter", "requests", "that never got in line: too many waited, or they made no sense"),
     ("timed_out_requests", "counter", "requests", "whose deadline passed"),
+    ("log_lines_dropped", "counter", "lines", "of the engine's log that nobody read, or that could not be written"),
 )
 
 _RING: tuple[tuple[str, Kind, str, str], ...] = (

@@ -8,27 +8,47 @@ server's own faults, and all of them are written; so is everything at the level 
 Texts must therefore be constants, with what differs (who, why) as arguments, and errors that a peer can provoke at will are
 warnings. Only the log of accesses (``--access-log``) has a line for each request.
 
+No line waits for whoever reads the log (:mod:`shmring.engine.log_writer`).
+
 A line that concerns a request ends with its name (``X-Request-Id``). Code that works for a request need not say it: a frontend
 and an engine's step set :data:`concerned`.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import faulthandler
 import json
 import logging
 import os
 import signal
+import stat
 import sys
 import threading
+import time
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, TextIO
 
+from shmring.core.loggers import logger_of
 from shmring.core.printable import printable, printable_lines
+from shmring.engine.log_writer import LineWriter
 
-__all__ = ["ACCESS", "CollapsingHandler", "JsonFormatter", "PrintableFormatter", "concerned", "configure_logging"]
+__all__ = [
+    "ACCESS",
+    "CollapsingHandler",
+    "JsonFormatter",
+    "PrintableFormatter",
+    "concerned",
+    "configure_logging",
+    "dropped_lines",
+    "finish_logging",
+    "stacks_on_signal",
+]
+
+logger = logger_of("shmring.log")
 
 #: The logger of accesses.
 ACCESS = "shmring.frontend.access"
@@ -36,24 +56,65 @@ ACCESS = "shmring.frontend.access"
 #: The name of the request that the running code works for; of a step, the names of its requests. Empty: none.
 concerned: ContextVar[str] = ContextVar("concerned", default="")
 
-_STDERR_FD = 2
+_STDOUT_FD, _STDERR_FD = 1, 2
+_LAST_WORDS_S = 1.0  # for what a process that ends has written last; nobody may read it
 _INTERVAL_S = 10.0
 _MAX_KINDS = 256  # the sources have some fifty kinds; a text that is no constant would make any number of them
 
+_writers: list[LineWriter] = []
+
 
 def configure_logging(level: str, process: str, log_format: str = "text") -> None:
-    """Sets up logging for a process of the server. On SIGUSR1, it writes the stacks of its threads there as well.
+    """Sets up logging for a process of the server. From now on, nobody in it waits for whoever reads its standard output or its
+    standard error. On SIGUSR1, it writes the stacks of its threads there as well.
 
     Args:
         level: of all loggers; a name in any case.
         process: what it is, for each line: ``engine``, ``frontend`` or ``supervisor``.
         log_format: ``text`` or ``json``.
     """
+    if not _writers:
+        for fd, stream in ((_STDOUT_FD, sys.__stdout__), (_STDERR_FD, sys.__stderr__)):
+            if stream is None:  # it was closed, and the next file that is opened would get its number
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+        _writers.extend(LineWriter(fd, _tell_dropped) for fd in (_STDOUT_FD, _STDERR_FD))
+        atexit.register(finish_logging)
+    sys.stdout, sys.stderr = _writers
     handler = CollapsingHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else PrintableFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger(ACCESS).setLevel(logging.INFO)  # it has an option of its own, and no level
-    faulthandler.register(signal.SIGUSR1, file=_STDERR_FD)
+    stacks_on_signal()
+
+
+def finish_logging() -> None:
+    """Writes what is left, for a second at most. To be called last, before ``os._exit``; other ends call it by themselves."""
+    logging.shutdown()
+    until_s = time.monotonic() + _LAST_WORDS_S
+    for writer in _writers:
+        writer.finish(max(0.0, until_s - time.monotonic()))
+
+
+def dropped_lines() -> int:
+    """Returns how many lines of this process were dropped: nobody read them, or they could not be written."""
+    return sum(writer.dropped for writer in _writers)
+
+
+def _tell_dropped(reason: str) -> None:
+    logger.warning("%d lines of this log were dropped since the process began: %s", dropped_lines(), reason)
+
+
+def stacks_on_signal() -> None:
+    """Has SIGUSR1 write the stacks of all threads to standard error, also while the interpreter's lock is held for ever.
+
+    The handler writes by itself, and at a pipe that nobody reads it would stop the process. So a pipe is opened once more,
+    without waiting, where this user may do that. (The pipe as it is belongs to others as well.)
+    """
+    fd = os.dup(_STDERR_FD)  # who replaces standard error later means what is written there, and not this
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            fd = os.open(f"/proc/self/fd/{_STDERR_FD}", os.O_WRONLY | os.O_NONBLOCK)
+    faulthandler.register(signal.SIGUSR1, file=fd)
 
 
 class PrintableFormatter(logging.Formatter):
@@ -117,7 +178,7 @@ class _Repetitions:
     last_request_id: str = ""
 
 
-class CollapsingHandler(logging.StreamHandler[TextIO]):
+class CollapsingHandler(logging.StreamHandler[TextIO | LineWriter]):
     """Writes one line a kind and interval; see the head of this file. Close it, or the last counts are not written.
 
     Args:
@@ -125,7 +186,7 @@ class CollapsingHandler(logging.StreamHandler[TextIO]):
         interval_s: how long a kind is silent after each of its lines.
     """
 
-    def __init__(self, stream: TextIO, interval_s: float = _INTERVAL_S) -> None:
+    def __init__(self, stream: TextIO | LineWriter, interval_s: float = _INTERVAL_S) -> None:
         super().__init__(stream)
         self._interval_s = interval_s
         self._kinds: dict[tuple[str, int, str], _Repetitions] = {}

@@ -6,6 +6,7 @@ import dataclasses
 
 import shmring
 from shmring.engine.distributions import Distribution
+from shmring.engine.logs import dropped_lines
 
 __all__ = ["EngineMetrics", "EngineTimes"]
 
@@ -26,6 +27,7 @@ class EngineMetrics:
         timed_out_requests: requests whose deadline passed.
         waiting_requests: requests that wait for a step.
         running_requests: requests in the step that is running.
+        log_lines_dropped: lines of this process' log that nobody read, or that could not be written.
     """
 
     steps: int = 0
@@ -39,12 +41,14 @@ class EngineMetrics:
     timed_out_requests: int = 0
     waiting_requests: int = 0
     running_requests: int = 0
+    log_lines_dropped: int = 0
 
     def collect(self, ring: shmring.RingStatistics) -> dict[str, float]:
         """Returns these counters and the ring's, by name; of workers, how many get messages.
 
         The epoch is an identity, not a number, and is left out.
         """
+        self.log_lines_dropped = dropped_lines()
         numbers = {f"ring_{name}": value for name, value in ring.as_dict().items() if name != "epoch"}
         numbers["ring_workers"] = sum(worker.is_member for worker in ring.workers)
         return {**dataclasses.asdict(self), **numbers}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import sys
 from typing import NoReturn
@@ -22,6 +21,7 @@ from shmring.core.loggers import logger_of
 from shmring.engine.core import EngineCore, ServerFacts
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
+from shmring.engine.logs import finish_logging
 from shmring.engine.settings import EngineSettings, server_name
 from shmring.engine.supervision import Stop, SupervisorLink, seldom_look_for_garbage
 from shmring.engine.tracing import start_tracing, stop_tracing
@@ -68,9 +68,7 @@ def _leave_cores_to_others(engines: int) -> None:
 
 def _leave() -> NoReturn:
     """Ends the process without unloading torch, which takes most of a second. Everything of ours is closed by now."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    finish_logging()
     os._exit(0)
 
 
@@ -158,5 +156,5 @@ async def _drain(core: EngineCore, stop: Stop, timeout_s: float) -> None:
 def _give_up() -> None:
     """Ends the process though its thread does not; frontends learn of it by their pidfd, and the slab goes with us."""
     logger.critical("what the executor was doing did not end within %g s; giving up on it", _STOP_TIMEOUT_S)
-    logging.shutdown()
+    finish_logging()
     os._exit(1)

@@ -127,6 +127,13 @@ COUNTED = (
         "from the end of a request's body to the last part of its answer, of requests that succeeded",
         "answers.whole",
     ),
+    Counted(
+        "shmring_log_lines_dropped",
+        "counter",
+        "lines",
+        "of frontends' logs that nobody read, or that could not be written",
+        "process.log_lines_dropped",
+    ),
     # -- media ---------------------------------------------------------------------------------------------------------------
     Counted(
         "shmring_media_fetch_seconds",

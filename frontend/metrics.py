@@ -29,11 +29,12 @@ from prometheus_client.registry import Collector
 import shmring
 from shmring.engine.counted import OF_ENGINES, EngineNumbers
 from shmring.engine.distributions import TIMES_S, Distribution
+from shmring.engine.logs import dropped_lines
 from shmring.frontend.counted import COUNTED, Counted
 from shmring.frontend.intake import IntakeStatistics
 from shmring.frontend.key_usage import KeyStatistics
 
-__all__ = ["AnswerStatistics", "EngineNumbers", "FrontendMetrics", "HttpStatistics"]
+__all__ = ["AnswerStatistics", "EngineNumbers", "FrontendMetrics", "HttpStatistics", "ProcessStatistics"]
 
 _BOUNDS = (*map(str, TIMES_S), "+Inf")
 
@@ -78,6 +79,17 @@ class AnswerStatistics:
     inter_token: Distribution = dataclasses.field(default_factory=Distribution)
     whole: Distribution = dataclasses.field(default_factory=Distribution)
     success: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+
+
+@dataclasses.dataclass(slots=True)
+class ProcessStatistics:
+    """A frontend's process.
+
+    Attributes:
+        log_lines_dropped: lines of its log that nobody read, or that could not be written.
+    """
+
+    log_lines_dropped: int = 0
 
 
 class _EngineCollector(Collector):
@@ -129,12 +141,14 @@ class FrontendMetrics:
         http: its requests.
         answers: its answers.
         keys: what the owners of keys use.
+        process: its process.
     """
 
     def __init__(self, engines: Collection[str]) -> None:
         self.http = HttpStatistics()
         self.answers = AnswerStatistics()
         self.keys = KeyStatistics()
+        self.process = ProcessStatistics()
         self._labels = _labels(engines)
         self._seen: dict[tuple[str, ...], Any] = {}
         self.registry = CollectorRegistry()
@@ -154,7 +168,9 @@ class FrontendMetrics:
         self._take_over("client", statistics, (engine,) if self._labels else (), engine)
 
     def take_over_own(self, media: IntakeStatistics | None = None) -> None:
-        """Updates the numbers of requests, answers and media."""
+        """Updates the numbers of requests, answers, media and the process."""
+        self.process.log_lines_dropped = dropped_lines()
+        self._take_over("process", self.process)
         self._take_over("http", self.http)
         self._take_over("answers", self.answers)
         self._take_over("keys", self.keys)

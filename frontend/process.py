@@ -7,12 +7,10 @@ imports.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import signal
 import socket
-import sys
 from typing import NoReturn
 
 import torch
@@ -20,6 +18,7 @@ import uvloop
 
 import shmring
 from shmring.engine.client import EngineClient
+from shmring.engine.logs import finish_logging
 from shmring.engine.settings import engine_names
 from shmring.engine.supervision import DRAIN_SIGNAL, SupervisorLink, seldom_look_for_garbage
 from shmring.engine.tracing import start_tracing, stop_tracing
@@ -62,9 +61,7 @@ def _leave() -> NoReturn:
 
     Everything of ours is closed by now. A thread may still write to a slot; the engine takes that memory back when we are dead.
     """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    finish_logging()
     os._exit(0)
 
 

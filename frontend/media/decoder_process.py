@@ -24,7 +24,6 @@ Nothing here imports torch, but for image processors that compute with it.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import fcntl
 import functools
 import gc
@@ -46,6 +45,7 @@ import msgspec
 import numpy as np
 
 from shmring.engine.inputs import ProcessorSpec, places_of
+from shmring.engine.logs import stacks_on_signal
 from shmring.engine.picture_processor import PictureProcessor
 from shmring.frontend.media import audio, image, video
 from shmring.frontend.media.errors import MediaError
@@ -82,7 +82,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # Pillow's, about callers' pictures; what matters becomes an error
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     av.logging.set_level(None)  # libav would write about every damaged packet
-    faulthandler.register(signal.SIGUSR1, file=os.dup(2))
+    stacks_on_signal()
     gc.freeze()
     control = socket.socket(fileno=int(sys.argv[1]))
     own_pid = os.getpid()

@@ -150,6 +150,9 @@ CASES: list[tuple[dict[str, str], str | None]] = [
     ({'shmring_request_failure_total{reason="slab_full"}': "0+1x30"}, "ShmringSlabFull"),
     ({'shmring_request_failure_total{reason="invalid_value"}': "0+1x30"}, None),
     ({"shmring_engine_ring_lease_requests_waiting": "1x30"}, "ShmringSlabTight"),
+    ({"shmring_log_lines_dropped_total": "0+1x30"}, "ShmringLogDropped"),
+    ({"shmring_engine_log_lines_dropped_total": "0+1x30"}, "ShmringLogDropped"),
+    ({"shmring_log_lines_dropped_total": "7x30", "shmring_engine_log_lines_dropped_total": "7x30"}, None),
     ({"shmring_engine_ring_quarantined_nbytes": "4096x30"}, "ShmringMemoryQuarantined"),
     (
         {'shmring_http_requests_total{status="200"}': "0+10x30", 'shmring_http_requests_total{status="503"}': "0+1x30"},
