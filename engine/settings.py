@@ -107,7 +107,8 @@ class EngineSettings:
         profiler_dir: Where profiling, when it is started, writes its traces. None: no profiling.
         log_level: What is logged, to stderr.
         log_format: How: text for people, or json, an object in a line.
-        otlp_traces_endpoint: Where traces go, by OTLP: http://localhost:4317. None: there are none.
+        otlp_traces_endpoint: Where traces go, by OTLP: http://localhost:4317 for gRPC, http://localhost:4318 for HTTP. None:
+            there are none.
     """
 
     name: str = "shmring"

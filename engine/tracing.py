@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
+from urllib.parse import urlsplit
 
 from msgspec import UNSET, UnsetType
 
@@ -54,7 +55,9 @@ Attributes: TypeAlias = Mapping[str, str | int | float]
 _FLUSH_S = 1.0  # for the last spans of a process that ends; its supervisor kills it seconds later
 _MAX_STATE_CHARACTERS = 512  # of `tracestate`: what W3C has everybody pass on
 _PROTOCOLS = {"grpc": "grpc", "http/protobuf": "http"}  # and the exporters' modules
+_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PATH = "/v1/traces"
+_HTTP_PORT = 4318  # of OTLP over HTTP; that of gRPC is 4317
 _ENDPOINT = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 _LATENCIES = {"queue": "time_in_queue", "prefill": "time_in_model_prefill", "decode": "time_in_model_decode"}
 
@@ -72,22 +75,40 @@ def parse_endpoint(url: str) -> str:
     Raises:
         ValueError: it is no URL, or something is missing; says what to do.
     """
-    if not _ENDPOINT.fullmatch(url):
+    if not _ENDPOINT.fullmatch(url) or not _has_port_that_can_be(url):
         raise ValueError(f"{url[:64]!r} is no URL such as http://localhost:4317")
+    protocol = _protocol_of(url)
     try:
-        found = importlib.util.find_spec(_exporter_module()) and importlib.util.find_spec("opentelemetry.sdk.trace")
+        found = importlib.util.find_spec(_exporter_module(protocol)) and importlib.util.find_spec("opentelemetry.sdk.trace")
     except ModuleNotFoundError:
         found = None
     if not found:
-        raise ValueError("traces need OpenTelemetry: pip install -e '.[otel]' in a checkout of shmring")
+        package = f"opentelemetry-exporter-otlp-proto-{_PROTOCOLS[protocol]}"
+        raise ValueError(
+            f"traces by OTLP over {protocol} need OpenTelemetry ({package}): pip install -e '.[otel]' in a checkout of shmring"
+        )
     return url
 
 
-def _exporter_module() -> str:
-    name = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
-    protocol = os.environ.get(name) or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
-    if protocol not in _PROTOCOLS:
-        raise ValueError(f"{name}: there is no {protocol[:64]!r}; choose one of {', '.join(_PROTOCOLS)}")
+def _has_port_that_can_be(url: str) -> bool:
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
+
+
+def _protocol_of(url: str) -> str:
+    """Returns how a collector is spoken to: as the environment says, or else as its address does, since gRPC has no path."""
+    for name in _PROTOCOL_VARIABLES:
+        if protocol := os.environ.get(name):
+            if protocol not in _PROTOCOLS:
+                raise ValueError(f"{name}: there is no {protocol[:64]!r}; choose one of {', '.join(_PROTOCOLS)}")
+            return protocol
+    parts = urlsplit(url)
+    return "http/protobuf" if parts.path not in ("", "/") or parts.port == _HTTP_PORT else "grpc"
+
+
+def _exporter_module(protocol: str) -> str:
     return f"opentelemetry.exporter.otlp.proto.{_PROTOCOLS[protocol]}.trace_exporter"
 
 
@@ -159,10 +180,11 @@ class _Relay(logging.Handler):
 
 
 def _exporter(endpoint: str) -> SpanExporter:
-    module = importlib.import_module(_exporter_module())
-    # Whoever names the port of OTLP over HTTP means this path there. With gRPC, there is none.
-    has_path = endpoint.count("/") > 2 or module.__name__.endswith("grpc.trace_exporter")
-    exporter: SpanExporter = module.OTLPSpanExporter(endpoint=endpoint if has_path else endpoint + _PATH)
+    protocol = _protocol_of(endpoint)
+    endpoint = endpoint.rstrip("/")
+    if protocol != "grpc" and not urlsplit(endpoint).path:  # whoever names no path there means this one
+        endpoint += _PATH
+    exporter: SpanExporter = importlib.import_module(_exporter_module(protocol)).OTLPSpanExporter(endpoint=endpoint)
     return exporter
 
 

@@ -293,7 +293,8 @@ class ProcessSettings:
             server takes up to 6 s more to stop, and 0.5 s for each GiB of slab; a second signal kills it.
         log_level: What is logged, to stderr.
         log_format: How: text for people, or json, an object in a line.
-        otlp_traces_endpoint: Where traces go, by OTLP: http://localhost:4317. None: there are none.
+        otlp_traces_endpoint: Where traces go, by OTLP: http://localhost:4317 for gRPC, http://localhost:4318 for HTTP. None:
+            there are none.
         http: what it serves, and its limits.
         usage_fd: the inherited descriptor of a memory in which all frontends count what owners of keys use. None: none.
     """

@@ -87,6 +87,7 @@ def test_where_traces_are_off_the_message_has_no_field() -> None:
         ("http://", {}, "is no URL such as"),
         ("", {}, "is no URL such as"),
         ("http://a b", {}, "is no URL such as"),
+        ("http://a:65536", {}, "is no URL such as"),
         (
             "http://a",
             {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
@@ -103,13 +104,52 @@ def test_what_makes_no_sense_is_refused_at_the_start(url: str, variables: dict[s
     assert message in str(raised.value)
 
 
-def test_without_the_packages_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@for_each(("port", "package"), [(4317, "proto-grpc"), (4318, "proto-http")])
+def test_without_the_packages_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, port: int, package: str) -> None:
     def find_spec(name: str) -> None:
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(tracing.importlib.util, "find_spec", find_spec)
-    with pytest.raises(ValueError, match=r"pip install -e '\.\[otel\]'"):
-        tracing.parse_endpoint("http://localhost:4317")
+    with pytest.raises(ValueError, match=rf"{package}\): pip install -e '\.\[otel\]'"):
+        tracing.parse_endpoint(f"http://localhost:{port}")
+
+
+@for_each(
+    ("url", "said", "protocol"),
+    [
+        ("http://localhost:4317", "", "grpc"),
+        ("http://localhost", "", "grpc"),
+        ("https://collector:443/", "", "grpc"),
+        ("http://localhost:4318", "", "http/protobuf"),
+        ("https://collector/v1/traces", "", "http/protobuf"),
+        ("https://collector/otlp", "", "http/protobuf"),
+        ("http://localhost:4318", "grpc", "grpc"),
+        ("http://localhost:4317", "http/protobuf", "http/protobuf"),
+    ],
+)
+@for_each("variable", ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"])
+def test_the_address_of_a_collector_says_how_it_is_spoken_to(
+    monkeypatch: pytest.MonkeyPatch, variable: str, url: str, said: str, protocol: str
+) -> None:
+    monkeypatch.setenv(variable, said)
+    assert tracing._protocol_of(tracing.parse_endpoint(url)) == protocol
+
+
+@for_each("path", ["/v1/traces", "/v1/traces/"])
+def test_a_collector_whose_path_is_named_gets_spans_over_http(path: str) -> None:
+    with collecting("http/protobuf") as collector:
+        tracing.start_tracing(f"http://127.0.0.1:{collector.port}{path}", "test")
+        try:
+            with tracing.traced("it came"):
+                pass
+        finally:
+            tracing.stop_tracing()
+        assert [span.name for span in collector.spans] == ["it came"]
+
+
+def test_a_collector_over_http_has_the_usual_path_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    assert tracing._exporter("http://127.0.0.1:9/")._endpoint == "http://127.0.0.1:9/v1/traces"  # type: ignore[attr-defined] # it has
 
 
 @for_each(
