@@ -29,7 +29,7 @@
 PYTHON ?= python3
 VENV := .venv
 # All processes of a run inherit it, so that tests/leftovers.py knows them.
-export SHMRING_TEST_RUN := $(or $(SHMRING_TEST_RUN),$(shell date +%s%N)-$(shell echo $$PPID))
+export TEST_RUN_OF_SHMRING := $(or $(TEST_RUN_OF_SHMRING),$(shell date +%s%N)-$(shell echo $$PPID))
 # A worker more than there are cores; who is idle takes tests of the others.
 PARALLEL := -n auto --dist worksteal
 BIN := $(VENV)/bin

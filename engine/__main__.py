@@ -13,7 +13,7 @@ import click
 
 from shmring.core.loggers import logger_of
 from shmring.engine.logs import configure_logging
-from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD
+from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD, warn_of_variables
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import SupervisorLink
@@ -39,6 +39,7 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
         except (EOFError, OSError) as error:
             raise SystemExit(f"shmring engine: {error}") from None
     configure_logging(settings.log_level, "engine", settings.log_format)
+    warn_of_variables(logger)
     if link is None and (notice := notice_of(values, "shmring engine")):
         click.echo(f"shmring engine: {notice}", err=True)
     logger.info("%s is starting: executor %s, model %s", settings.name, settings.executor, settings.model)

@@ -11,24 +11,39 @@ import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
 
+from shmring.core.loggers import Logger
 from shmring.engine.flags import NO_OPTION, Flag, descriptions
 from shmring.engine.option_types import COUNT, JSON_OBJECT, NBYTES, SECONDS, FiniteRange
 from shmring.engine.vllm_options import advice_on
 
-__all__ = ["CONFIG", "ELSEWHERE", "Option", "SUPERVISOR_FD", "filled", "options_of", "parsed"]
+__all__ = [
+    "CONFIG",
+    "ELSEWHERE",
+    "Option",
+    "SUPERVISOR_FD",
+    "UNKNOWN_VARIABLES",
+    "advice_for",
+    "filled",
+    "options_of",
+    "parsed",
+    "warn_of_variables",
+]
 
 #: For the last words of help texts, and for the page of options.
 ELSEWHERE = (
     "Each option can also be a variable of the environment (SHMRING_MAX_PIXELS=1000) and, but for keys, a line in the "
     "YAML file that --config names (max-pixels: 1000). The command line counts first, then the environment, then the file."
 )
+
+#: In a context: the variables of the environment that no command reads (:mod:`shmring.frontend.variables`).
+UNKNOWN_VARIABLES = "shmring.engine.option_table.unknown_variables"
 
 _Settings = TypeVar("_Settings")
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -193,6 +208,26 @@ def _replaced(settings: Any, branch: _Branch) -> Any:
     return dataclasses.replace(settings, **changes)
 
 
+def warn_of_variables(logger: Logger) -> None:
+    """Logs which variables of the environment no command reads, if the command ``shmring`` has found any."""
+    if names := click.get_current_context().meta.get(UNKNOWN_VARIABLES):
+        logger.warning("variables that no option has: %s", names)
+
+
+def advice_for(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
+    """Returns what to write in the place of a name that is no option; empty: nothing is like it.
+
+    Args:
+        name: as it was written, without dashes before it.
+        known: the names of options.
+        shown: writes one as it stands where it is to be written.
+    """
+    if advice := advice_on(name):
+        return advice
+    near = difflib.get_close_matches(name.replace("_", "-"), known, 1)
+    return f"it may be {shown(near[0])}" if near else ""
+
+
 # -- the file of --config ----------------------------------------------------------------------------------------------------
 
 
@@ -207,8 +242,7 @@ def _read_config(context: click.Context, _: click.Parameter, path: str | None) -
         place = f"{str(key.value)[:64]!r} in {path}, line {key.start_mark.line + 1}"
         option = known.get(key.value) if key.id == "scalar" else None
         if option is None:
-            near = difflib.get_close_matches(str(key.value).replace("_", "-"), known, 1)
-            advice = advice_on(str(key.value)) or (f"it may be {near[0]!r}" if near else "")
+            advice = advice_for(str(key.value), known)
             raise click.UsageError(f"{place}: no option that can stand there" + (f"; {advice}" if advice else ""))
         if option.name in values:
             raise click.UsageError(f"{place}: this option stands there twice")

@@ -14,7 +14,7 @@ import click
 
 from shmring.core.loggers import logger_of
 from shmring.engine.logs import configure_logging
-from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD
+from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD, warn_of_variables
 from shmring.engine.supervision import SupervisorLink
 from shmring.frontend.options import FRONTEND_OPTIONS, PROCESS_OPTIONS, TLS_OPTIONS, process_settings_of
 from shmring.frontend.settings import ProcessSettings
@@ -40,6 +40,7 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
         except (EOFError, OSError) as error:
             raise SystemExit(f"shmring frontend: {error}") from None
     configure_logging(settings.log_level, "frontend", settings.log_format)
+    warn_of_variables(logger)
     logger.info("starting for the engine %s", settings.name)
     from shmring.frontend.process import run  # takes a second or more to import
 

@@ -6,14 +6,17 @@ Importing torch takes seconds, so nothing here does, and no command does before 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 
 import click
 
 from shmring import __version__
+from shmring.engine.option_table import UNKNOWN_VARIABLES
 from shmring.engine.option_types import NBYTES
 from shmring.engine.settings import MAX_ENGINES
+from shmring.frontend.variables import unknown_variables
 
 __all__ = ["main"]
 
@@ -34,6 +37,7 @@ class _Commands(click.Group):
         if name in _ELSEWHERE:
             module, _, attribute = _ELSEWHERE[name][0].partition(":")
             command = getattr(importlib.import_module(module), attribute)
+            ctx.meta[UNKNOWN_VARIABLES] = unknown_variables(os.environ)
         return name, command, rest
 
 

@@ -87,11 +87,14 @@ class _Replica:
         from shmring.engine.client import EngineClient
         from shmring.engine.logs import configure_logging
         from shmring.frontend.malloc import make_malloc_return_memory
+        from shmring.frontend.variables import unknown_variables
         from shmring.integrations.ray.replica_engine import start_engine
 
         settings = settings_of_arguments(arguments)
         self._http = settings.http
         configure_logging(settings.engine.log_level, "frontend", settings.engine.log_format)
+        if names := unknown_variables(os.environ):
+            logger.warning("variables that no option has: %s", names)
         make_malloc_return_memory()
         torch.set_num_threads(1)
         start_tracing(settings.engine.otlp_traces_endpoint, "frontend")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
@@ -21,14 +20,13 @@ import click
 
 from shmring.door import validate_name
 from shmring.engine.flags import Flag
-from shmring.engine.option_table import Option, filled, options_of
+from shmring.engine.option_table import Option, advice_for, filled, options_of
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of
 from shmring.engine.settings import EngineSettings
-from shmring.engine.vllm_options import advice_on
 from shmring.frontend.options import FRONTEND_OPTIONS, settings_of
 from shmring.frontend.settings import FrontendSettings
 
-__all__ = ["DeploymentSettings", "ReplicaSettings", "settings_of_arguments"]
+__all__ = ["DEPLOYMENT_OPTIONS", "DeploymentSettings", "ReplicaSettings", "settings_of_arguments"]
 
 _KEYS = {"api_keys": "SHMRING_API_KEY, or api-key-file", "admin_keys": "SHMRING_ADMIN_KEY, or admin-key-file"}
 
@@ -82,8 +80,9 @@ class ReplicaSettings:
     http: FrontendSettings
 
 
-_DEPLOYMENT_OPTIONS = options_of(DeploymentSettings())
-_OPTIONS = (*_DEPLOYMENT_OPTIONS, *ENGINE_OPTIONS, *FRONTEND_OPTIONS)
+#: The options of how Ray Serve runs it.
+DEPLOYMENT_OPTIONS = options_of(DeploymentSettings())
+_OPTIONS = (*DEPLOYMENT_OPTIONS, *ENGINE_OPTIONS, *FRONTEND_OPTIONS)
 _BY_NAME = {name[2:]: option for option in _OPTIONS for name in (*option.opts, *option.secondary_opts)}
 
 
@@ -106,7 +105,7 @@ def settings_of_arguments(arguments: Mapping[str, Any], *, here: bool = True) ->
             if not here:
                 values |= {"api_key_file": None, "admin_key_file": None}
             engine = engine_settings_of(values, here=here)
-            deployment = filled(DeploymentSettings(), _DEPLOYMENT_OPTIONS, values)
+            deployment = filled(DeploymentSettings(), DEPLOYMENT_OPTIONS, values)
             http = settings_of(values)
     except click.ClickException as error:
         raise ValueError(f"the application's arguments: {error.format_message()}") from None
@@ -138,10 +137,7 @@ def _advice(name: str, option: Option | None) -> str:
         return f"Ray Serve shows arguments to others; use the variable {_KEYS[str(option.name)]}"
     if name in _OF_SERVE:
         return _OF_SERVE[name]
-    if advice := advice_on(name):
-        return advice
-    near = difflib.get_close_matches(name, _BY_NAME, 1)
-    return f"it may be {near[0]!r}" if near else "docs/settings.md has the options of `shmring serve`"
+    return advice_for(name, _BY_NAME) or "docs/settings.md has the options of `shmring serve`"
 
 
 def _flag(option: Option, name: str, value: Any) -> Iterator[str]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
+from shmring.core.loggers import logger_of
 from shmring.door import validate_name
 from shmring.engine.logs import configure_logging
-from shmring.engine.option_table import CONFIG, ELSEWHERE, Option, options_of
+from shmring.engine.option_table import CONFIG, ELSEWHERE, Option, options_of, warn_of_variables
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
 from shmring.engine.settings import engine_names
 from shmring.engine.vllm_options import advice_on
@@ -20,6 +21,8 @@ from shmring.frontend.supervisor import ServeError, ServeOptions
 from shmring.frontend.supervisor import serve as run_server
 
 __all__ = ["serve", "without_options"]
+
+logger = logger_of("shmring.frontend.supervisor")
 
 _STDIN_FD = 0
 _OWN = (
@@ -80,6 +83,7 @@ def serve(**values: Any) -> None:
     """
     options = _options_of(values)
     configure_logging(values["log_level"], "supervisor", values["log_format"])
+    warn_of_variables(logger)
     try:
         run_server(options)
     except ServeError as error:

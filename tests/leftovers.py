@@ -17,7 +17,7 @@ from shmring.memory.slab import sweep
 
 __all__ = ["RUN", "processes_of"]
 
-RUN = "SHMRING_TEST_RUN"  # the variable
+RUN = "TEST_RUN_OF_SHMRING"  # the variable
 
 _GRACE_S = 60.0  # a server of forks ends when it sees that its parent has, and unloads torch, a moment later
 
