@@ -12,11 +12,13 @@ from typing import Any
 import click
 
 from shmring.core.loggers import logger_of
+from shmring.door import parse_nbytes
 from shmring.engine.logs import configure_logging
 from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD, warn_of_variables
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import SupervisorLink
+from shmring.memory.available import lack_of_memory
 
 __all__ = ["main"]
 
@@ -43,6 +45,8 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
     if link is None and (notice := notice_of(values, "shmring engine")):
         click.echo(f"shmring engine: {notice}", err=True)
     logger.info("%s is starting: executor %s, model %s", settings.name, settings.executor, settings.model)
+    if link is None and (lack := lack_of_memory(parse_nbytes(settings.ring.slab_nbytes), option="--slab-nbytes")):
+        raise SystemExit(f"shmring engine: {lack}")  # before a model is loaded; the supervisor looks at all slabs together
     from shmring.engine.process import run  # imports torch, which takes seconds
 
     run(settings, link)

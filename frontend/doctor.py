@@ -31,8 +31,9 @@ from rich.table import Table
 from rich.text import Text
 
 import shmring
-from shmring.frontend.memory_checks import Check, memory_checks, size_of, text_of
+from shmring.frontend.memory_checks import Check, memory_checks
 from shmring.memory import huge_pages
+from shmring.memory.available import size_of, text_of
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, sweep
 from shmring.transport.listener import socket_path, sweep_names
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from shmring.memory.available import CGROUPS, MEMBERSHIP, MEMINFO, groups, limits, size_of, sizes_of, text_of
+
 __all__ = [
-    "CGROUP_CHECK",
     "Check",
     "Status",
     "check_cgroup",
@@ -21,17 +21,11 @@ __all__ = [
     "describe_kill",
     "memory_checks",
     "oom_kills",
-    "size_of",
-    "text_of",
 ]
 
 Status = Literal["ok", "warning", "problem"]
 
-#: The name of the check whether the kernel would kill a process because of the slabs.
-CGROUP_CHECK = "cgroup memory"
-
-MEMBERSHIP = Path("/proc/self/cgroup")
-CGROUPS = Path("/sys/fs/cgroup")
+_CGROUP_CHECK = "cgroup memory"
 
 _PRIVATE_NBYTES = 1 << 30  # what the processes take beside the slab: some 250 MB each for an engine and three frontends
 
@@ -53,37 +47,20 @@ class Check:
     advice: str = ""
 
 
-def text_of(path: Path) -> str | None:
-    """Returns a file's text, or None if the kernel has no such file or does not show it."""
-    try:
-        return path.read_text()
-    except OSError:
-        return None
-
-
-def size_of(nbytes: float) -> str:
-    """Returns a number of bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.4g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.4g} TiB"
-
-
 def memory_checks(slabs_nbytes: int) -> list[Check]:
     """Compares this machine's memory, and this container's limit, with the slabs."""
     return [
-        check_memory(text_of(Path("/proc/meminfo")) or "", slabs_nbytes),
+        check_memory(text_of(MEMINFO) or "", slabs_nbytes),
         check_cgroup(MEMBERSHIP, CGROUPS, slabs_nbytes),
     ]
 
 
 def check_memory(meminfo: str, slabs_nbytes: int) -> Check:
     """Compares the machine's memory with the slabs; ``meminfo`` is the text of ``/proc/meminfo``."""
-    sizes_kib = dict(re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE))
-    if "MemAvailable" not in sizes_kib:
+    sizes = sizes_of(meminfo)
+    if "MemAvailable" not in sizes:
         return Check("memory", "warning", "/proc/meminfo does not say what is available", "mount /proc")
-    available, total = int(sizes_kib["MemAvailable"]) << 10, int(sizes_kib.get("MemTotal", 0)) << 10
+    available, total = sizes["MemAvailable"], sizes.get("MemTotal", 0)
     text = f"{size_of(available)} of {size_of(total)} are available"
     return Check("memory", *_compare(text, available, slabs_nbytes, "lower --slab-nbytes, or take a machine with more"))
 
@@ -106,36 +83,12 @@ def check_cgroup(membership: Path, root: Path, slabs_nbytes: int) -> Check:
         root: where the control groups are mounted.
         slabs_nbytes: size of all slabs.
     """
-    limits = list(_cgroup_limits(text_of(membership) or "", root))
-    if not limits:
-        return Check(CGROUP_CHECK, "ok", "not limited")
-    limit, file = min(limits)
+    found = list(limits(text_of(membership) or "", root))
+    if not found:
+        return Check(_CGROUP_CHECK, "ok", "not limited")
+    limit, file = min(found)
     advice = "raise the container's memory limit (docker run --memory=, resources.limits.memory), or lower --slab-nbytes"
-    return Check(CGROUP_CHECK, *_compare(f"limited to {size_of(limit)} by {file}", limit, slabs_nbytes, advice))
-
-
-def _cgroup_limits(membership: str, root: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the limits of our group and of all above it, each with its file."""
-    for version, group in _groups(membership, root):
-        file = group / ("memory.max" if version == 2 else "memory.limit_in_bytes")
-        text = text_of(file)
-        # "max" is no limit; version 1 says the largest multiple of a page instead.
-        if text is not None and text.strip().isdigit() and int(text) < 1 << 62:
-            yield int(text), file
-
-
-def _groups(membership: str, root: Path) -> Iterator[tuple[int, Path]]:
-    """Yields the version and the directory of our group and of all above it: version 2 has one tree, 1 one per controller."""
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        version, top = (1, root / "memory") if controllers else (2, root)
-        group = top / path.lstrip("/")
-        for place in (group, *group.parents):
-            if place == top.parent:
-                break
-            yield version, place
+    return Check(_CGROUP_CHECK, *_compare(f"limited to {size_of(limit)} by {file}", limit, slabs_nbytes, advice))
 
 
 # -- processes that the kernel killed -----------------------------------------------------------------------------------
@@ -143,7 +96,7 @@ def _groups(membership: str, root: Path) -> Iterator[tuple[int, Path]]:
 
 def oom_kills(membership: Path = MEMBERSHIP, root: Path = CGROUPS, vmstat: Path = Path("/proc/vmstat")) -> int:
     """Returns how many processes the kernel has killed for lack of memory: of our group, or else of the machine."""
-    for version, group in _groups(text_of(membership) or "", root):
+    for version, group in groups(text_of(membership) or "", root):
         kills = _kills_in(group / ("memory.events" if version == 2 else "memory.oom_control"))
         if kills is not None:
             return kills
@@ -165,10 +118,10 @@ def describe_kill(kills_before: int, membership: Path = MEMBERSHIP, root: Path =
     """
     if oom_kills(membership, root) <= kills_before:
         return "nobody here did that: somebody else has, or the kernel for lack of memory (dmesg says so)"
-    limits = list(_cgroup_limits(text_of(membership) or "", root))
-    if not limits:
+    found = list(limits(text_of(membership) or "", root))
+    if not found:
         return "the kernel did that, because the machine had no more memory; lower --slab-nbytes, or take a machine with more"
-    limit, file = min(limits)
+    limit, file = min(found)
     return (
         f"the kernel did that for lack of memory, of which {file} allows {size_of(limit)}; raise that, or lower --slab-nbytes"
     )

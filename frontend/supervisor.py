@@ -63,8 +63,9 @@ from shmring.engine.supervision import FrontendState, Orders, Stop
 from shmring.frontend.accelerators import count_gpus, environment_of
 from shmring.frontend.child import Child, end_children
 from shmring.frontend.listening import listen, place_of, url_of
-from shmring.frontend.memory_checks import CGROUP_CHECK, describe_kill, memory_checks, oom_kills
+from shmring.frontend.memory_checks import describe_kill, memory_checks, oom_kills
 from shmring.frontend.settings import ProcessSettings
+from shmring.memory.available import lack_of_memory
 from shmring.processes.child import say_ready
 from shmring.transport.listener import socket_path
 
@@ -185,18 +186,16 @@ def _slabs_nbytes(options: ServeOptions) -> int:
 
 
 def _check_memory(slabs_nbytes: int) -> None:
-    """Says what ``shmring doctor`` says about the memory for the slabs, if there is not enough.
+    """Says what ``shmring doctor`` says about the memory for the slabs, if there may be too little.
 
     Raises:
-        ServeError: it is more than the container may have, so the kernel would kill a process. (The engine checks the memory of
-            the machine, because it knows where the slab will be.)
+        ServeError: it is more than there is, so the kernel would kill a process.
     """
+    if lack := lack_of_memory(slabs_nbytes, "slabs", "--slab-nbytes"):
+        raise ServeError(lack)
     for check in memory_checks(slabs_nbytes):
-        text = f"{check.name}: {check.finding}; {check.advice}"
-        if check.status == "problem" and check.name == CGROUP_CHECK:
-            raise ServeError(text)
         if check.status != "ok":
-            _say(text)
+            _say(f"{check.name}: {check.finding}; {check.advice}")
 
 
 def _listen(frontend: ProcessSettings) -> socket.socket:

@@ -30,10 +30,8 @@ import errno
 import fcntl
 import mmap
 import os
-import re
 import stat
 import struct
-from pathlib import Path
 
 import numpy as np
 import posix_ipc
@@ -43,6 +41,7 @@ from shmring.config import Backing
 from shmring.core.compiled import Mapping
 from shmring.core.loggers import logger_of
 from shmring.errors import SlabError
+from shmring.memory.available import MEMINFO, SHM_DIRECTORY, lack_of_memory, sizes_of, text_of
 from shmring.memory.huge_pages import reserve_huge_pages
 from shmring.memory.limits import RefusedCallError, calling, is_about_size, limit_behind
 
@@ -50,7 +49,6 @@ __all__ = ["SHM_DIRECTORY", "Slab", "map_read_only", "reserve_for_one_writer", "
 
 logger = logger_of("shmring.ring")
 
-SHM_DIRECTORY = Path("/dev/shm")
 NAME_PREFIX = "shmring"
 
 _LAYOUT_VERSION = 1
@@ -109,6 +107,8 @@ class Slab:
             SlabError: ``/dev/shm`` is missing, forbidden or too small, or the machine does not have so much memory. Nothing is
                 left behind.
         """
+        if lack := lack_of_memory(nbytes):
+            raise SlabError(lack, errno=errno.ENOSPC, nbytes=nbytes)
         leased_nbytes, reply_fd = nbytes - reply_nbytes, -1
         fd, shm_nbytes = _create_leased(name, leased_nbytes, epoch, backing)
         try:
@@ -429,11 +429,7 @@ def _room(fd: int) -> tuple[int, int]:
     if filesystem.f_blocks:
         return filesystem.f_bavail * filesystem.f_frsize, filesystem.f_blocks * filesystem.f_frsize
     size = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    try:
-        available = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:  # nobody mounted /proc
-        available = None
-    return int(available[1]) << 10 if available else size, size
+    return sizes_of(text_of(MEMINFO) or "").get("MemAvailable", size), size  # the size, if nobody mounted /proc
 
 
 def _map(fd: int, nbytes: int, reply_fd: int, reply_nbytes: int, *, writable: bool) -> Mapping:

@@ -354,4 +354,4 @@ def test_a_machine_on_which_nothing_works_is_a_row_and_no_traceback(monkeypatch:
     monkeypatch.setattr(doctor, "_TEST_SLAB_NBYTES", 4000 * GIB)
     check = doctor.check_exchange()
     assert check.status == "problem"
-    assert "reserving 4026531840000 bytes in a memfd failed" in check.finding
+    assert "a slab of 3.906 TiB can't be had" in check.finding

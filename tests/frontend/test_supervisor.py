@@ -95,25 +95,26 @@ def test_the_listening_socket_can_be_taken_over_at_once() -> None:
         assert not os.get_inheritable(listening.fileno())  # only who is handed it has it
 
 
-def test_a_slab_that_the_container_may_not_have_is_refused_before_a_process_is_started(
+def test_slabs_that_can_not_be_had_are_refused_before_a_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Child, "start", None)
+    engines = [EngineSettings(name=f"test-{rank}", ring=RingConfig(slab_nbytes="10TiB")) for rank in range(2)]
+    with pytest.raises(ServeError, match=r"^slabs of 20 TiB can't be had: .* of the machine's .*; lower --slab-nbytes"):
+        serve(options(engines=engines))
+
+
+def test_slabs_that_may_be_too_large_are_a_line_for_whoever_starts_the_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [
-        Check("memory", "problem", "1 GiB of 2 GiB are available", "take more"),
-        Check("cgroup memory", "problem", "limited to 512 MiB by /x/memory.max", "raise it"),
-    ]
     asked: list[int] = []
 
     def checks(slabs_nbytes: int) -> list[Check]:
         asked.append(slabs_nbytes)
-        return found
+        return [Check("memory", "problem", "1 MiB of 2 GiB are available", "take more"), Check("cgroup memory", "ok", "", "")]
 
     monkeypatch.setattr(supervisor, "memory_checks", checks)
-    engines = [EngineSettings(name=f"test-{rank}", ring=RingConfig(slab_nbytes="3GiB")) for rank in range(2)]
-    with pytest.raises(ServeError, match=r"^cgroup memory: limited to 512 MiB by /x/memory.max; raise it$"):
-        serve(options(engines=engines))
-    assert asked == [6 << 30]
-    assert capsys.readouterr().err == "shmring: memory: 1 GiB of 2 GiB are available; take more\n"
+    supervisor._check_memory(6 << 20)
+    assert asked == [6 << 20]
+    assert capsys.readouterr().err == "shmring: memory: 1 MiB of 2 GiB are available; take more\n"
 
 
 # -- the disk -----------------------------------------------------------------------------------------------------------
