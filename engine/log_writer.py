@@ -55,6 +55,7 @@ class LineWriter(io.TextIOBase):
 
     def _begin(self, flush_s: float = 0.0) -> None:
         self._lock = threading.RLock()  # a destructor may log, in the middle of a write
+        self._begun = b""  # a line whose end has not come; several processes write to one pipe, and no line is cut
         self._waiting: list[bytes | threading.Event] = []
         self._waiting_nbytes = 0  # what is being written counts until it is written
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -62,18 +63,19 @@ class LineWriter(io.TextIOBase):
         self._flush_s = flush_s
 
     def write(self, text: str) -> int:
-        """Puts a text in the queue. Never waits."""
-        data = text.encode(self.encoding, self.errors)
+        """Puts the lines of a text in the queue, and keeps the beginning of the last one until its end comes. Never waits."""
         with self._lock:
-            if self._waiting_nbytes + len(data) <= self._max_waiting_nbytes:
-                self._waiting_nbytes += len(data)
-                self._put(data)
-            else:
-                self._drop(data, "nobody reads them")
+            data = self._begun + text.encode(self.encoding, self.errors)
+            end = len(data) if len(data) > select.PIPE_BUF else data.rfind(b"\n") + 1
+            self._begun = data[end:]
+            self._put_text(data[:end])
         return len(text)
 
     def flush(self) -> None:
-        """Does nothing, because it must not wait. (In a forked child, it waits for a moment.)"""
+        """Puts the beginning of a line in the queue. Does not wait for anybody. (In a forked child, it does for a moment.)"""
+        with self._lock:
+            begun, self._begun = self._begun, b""
+            self._put_text(begun)
         if self._flush_s:
             self.finish(self._flush_s)
 
@@ -81,6 +83,8 @@ class LineWriter(io.TextIOBase):
         """Waits until everything that was written so far has gone out, or the time is over. Returns whether it has."""
         reached = threading.Event()
         with self._lock:
+            begun, self._begun = self._begun, b""
+            self._put_text(begun)
             self._put(reached)
         return reached.wait(timeout_s)
 
@@ -95,6 +99,15 @@ class LineWriter(io.TextIOBase):
     def isatty(self) -> bool:
         """Whether the descriptor is a terminal."""
         return os.isatty(self._fd)
+
+    def _put_text(self, data: bytes) -> None:
+        if not data:
+            return
+        if self._waiting_nbytes + len(data) <= self._max_waiting_nbytes:
+            self._waiting_nbytes += len(data)
+            self._put(data)
+        else:
+            self._drop(data, "nobody reads them")
 
     def _put(self, item: bytes | threading.Event) -> None:
         self._waiting.append(item)

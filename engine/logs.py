@@ -73,13 +73,15 @@ def configure_logging(level: str, process: str, log_format: str = "text") -> Non
         process: what it is, for each line: ``engine``, ``frontend`` or ``supervisor``.
         log_format: ``text`` or ``json``.
     """
-    if not _writers:
-        for fd, stream in ((_STDOUT_FD, sys.__stdout__), (_STDERR_FD, sys.__stderr__)):
-            if stream is None:  # it was closed, and the next file that is opened would get its number
-                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
-        _writers.extend(LineWriter(fd, _tell_dropped) for fd in (_STDOUT_FD, _STDERR_FD))
-        atexit.register(finish_logging)
-    sys.stdout, sys.stderr = _writers
+    for fd, name in ((_STDOUT_FD, "stdout"), (_STDERR_FD, "stderr")):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__"):
+            continue  # a program has put another one there, and means that; or this is the second call
+        if stream is None:  # it was closed, and the next file that is opened would get its number
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+        _writers.append(LineWriter(fd, _tell_dropped))
+        setattr(sys, name, _writers[-1])
+    atexit.register(finish_logging)
     handler = CollapsingHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else PrintableFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler])
