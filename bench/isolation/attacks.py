@@ -16,26 +16,45 @@ import numpy as np
 from bench.serving.media import picture_part, video_part
 
 MODEL = "shmring-fingerprints"
+EMBEDDINGS, CHATS = "/v1/embeddings", "/v1/chat/completions"
+NUMBER = "@NUMBER@"  # in a body: another one each time
 
 _MB = 1 << 20
 _INPUTS = f'{{"model":"{MODEL}","input":['
 
 
+def _encoded(**fields: object) -> bytes:
+    return json.dumps({"model": MODEL} | fields).encode()
+
+
+_SMALL = _encoded(input="hello")
+
+
 class Attack(NamedTuple):
-    """A heavy caller: what each of its connections posts to ``/v1/embeddings``; it may hang up as soon as that is sent."""
+    """A heavy caller: what each of its connections posts, and what others post to the same server meanwhile.
+
+    Attributes:
+        title: of it.
+        connections: how many.
+        body: makes what they post.
+        hangs_up: whether they do as soon as that is sent.
+        chunked: whether it goes in chunks of one byte.
+        path: of what they post.
+        small: what the others post, to embeddings or chats.
+    """
 
     title: str
     connections: int
     body: Callable[[], bytes]
     hangs_up: bool = False
+    chunked: bool = False
+    path: str = EMBEDDINGS
+    small: bytes = _SMALL
 
-
-def small_request() -> bytes:
-    return _encoded(input="hello")
-
-
-def _encoded(**fields: object) -> bytes:
-    return json.dumps({"model": MODEL} | fields).encode()
+    @property
+    def small_path(self) -> str:
+        """Where the others post."""
+        return EMBEDDINGS if self.path == EMBEDDINGS else CHATS
 
 
 def _parts(parts: list[dict[str, object]]) -> bytes:
@@ -71,9 +90,9 @@ def _every() -> Iterator[Attack]:
     yield Attack("a text of 15 MB", 1, lambda: _texts(1, "ab cd " * (15 * _MB // 6)))
     yield Attack("a text of quotes, 1 MB", 4, lambda: _filled(f'{{"model":"{MODEL}","input":["', r"\"\"", '"]}', 1 * _MB))
     yield Attack("2000 texts as parts and hanging up", 4, lambda: _texts(2000), hangs_up=True)
+    yield Attack("1 MB in chunks of one byte", 8, lambda: b" " * _MB, chunked=True)
     yield Attack("a picture of 56 megapixels", 4, lambda: _parts([_picture(8640, 6480)]))
     yield Attack("a clip of 720p", 4, lambda: _parts([video_part((1280, 720), 30, np.random.default_rng(1))]))
 
 
-#: All of them, by what they are called in tables.
-ATTACKS = {f"{attack.title}, {attack.connections} at a time": attack for attack in _every()}
+EMBEDDING_ATTACKS = tuple(_every())

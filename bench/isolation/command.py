@@ -1,11 +1,12 @@
 """How long a caller of small requests waits while another one is heavy, beside how long it waits while nobody is.
 
-A server with one frontend and the fingerprints executor runs all the time. One caller sends small texts, one after the other,
-on one connection. Beside it either two processes compute, which are no part of the server (*neutral*), or another caller is
-*heavy* (:mod:`bench.isolation.attacks`); in turn, again and again. So the machine is as busy in both, and what is compared is
-what the heavy caller's requests do to others, and not that they take a core.
+Two servers with one frontend each run all the time: one with the fingerprints executor, which embeds, and one with the executor
+transformers, which chats (:mod:`bench.isolation.chats`). One caller sends small requests to one of them, one after the other,
+on one connection. Beside it either two processes compute, which are no part of the server (*neutral*), or another caller, with
+a key of its own, is *heavy* (:mod:`bench.isolation.attacks`); in turn, again and again. So the machine is as busy in both, and
+what is compared is what the heavy caller's requests do to others, and not that they take a core.
 
-What is allowed is a multiple of the neutral waits, or some milliseconds, if those are more.
+What is allowed is a multiple of the neutral waits, or some milliseconds, or the neutral waits and a step, if those are more.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from bench import columns
 from bench.children import BenchError
 from bench.columns import Column, Row, compare
 from bench.command_line import benchmark, repeatable
-from bench.isolation.attacks import ATTACKS, MODEL, Attack, small_request
+from bench.isolation import chats
+from bench.isolation.attacks import EMBEDDING_ATTACKS, EMBEDDINGS, MODEL, Attack
+from bench.isolation.chats import CHAT_ATTACKS
 from bench.modes import Timing
 from bench.repetitions import Measured, Repetitions, percentile
 from bench.results import Coverage, Findings, Verdict, format_nbytes
@@ -39,12 +42,17 @@ from bench.targets import Target
 from shmring.processes.process import Process
 
 _NEUTRAL, _HEAVY = "beside a neutral load", "beside a heavy caller"
+#: All heavy callers, by what they are called in tables.
+ATTACKS = {f"{attack.title}, {attack.connections} at a time": attack for attack in (*EMBEDDING_ATTACKS, *CHAT_ATTACKS)}
+
+_SMALL_KEY, _HEAVY_KEY = "small", "heavy"
 _BURNERS = 2
 _PERCENTILES = {"p50 ms": 50, "p99 ms": 99, "longest ms": 100}
 _LEAD_S = 0.5  # until the other side is under way
 _WARM_UP_S = 1.0
 _LARGE_NBYTES = 1 << 20
 _LEAST_MS, _LEAST_LARGE_MS, _LONGEST_MS = 30.0, 50.0, 150.0
+_STEP_MS = 50.0  # a chat that comes in the midst of a step waits for its end
 _TIMES = 2.0  # of a 99th percentile
 _TIMEOUT_S = 60.0
 
@@ -56,13 +64,14 @@ class Waits(NamedTuple):
     answers: dict[str, int]
 
 
-def _ask(address: str, seconds: float) -> list[float]:
+def _ask(address: str, attack: Attack, seconds: float) -> list[float]:
     """Sends small requests one after the other; returns the milliseconds that each took."""
-    body, each_ms = small_request(), []
+    each_ms = []
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {_SMALL_KEY}"}
     with contextlib.closing(http.client.HTTPConnection(address, timeout=_TIMEOUT_S)) as connection:
         end = time.perf_counter() + seconds
         while (started := time.perf_counter()) < end:
-            connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
+            connection.request("POST", attack.small_path, attack.small, headers)
             response = connection.getresponse()
             answer = response.read()
             each_ms.append((time.perf_counter() - started) * 1e3)
@@ -71,22 +80,22 @@ def _ask(address: str, seconds: float) -> list[float]:
     return each_ms
 
 
-def _beside_neutral(address: str, seconds: float) -> Waits:
+def _beside_neutral(address: str, attack: Attack, seconds: float) -> Waits:
     with contextlib.ExitStack() as computing:
         for _ in range(_BURNERS):
             computing.enter_context(Process.start([sys.executable, "-c", "while True: pass"]))
         time.sleep(_LEAD_S)
-        return Waits(_ask(address, seconds), {})
+        return Waits(_ask(address, attack, seconds), {})
 
 
 def _beside_heavy(address: str, attack: Attack, body: Path, seconds: float) -> Waits:
-    arguments = [sys.executable, "-m", "bench.isolation.heavy", address, str(attack.connections)]
-    arguments += ["hangs-up"] * attack.hangs_up
+    arguments = [sys.executable, "-m", "bench.isolation.heavy", address, attack.path, _HEAVY_KEY, str(attack.connections)]
+    arguments += ["hangs-up"] * attack.hangs_up + ["chunked"] * attack.chunked
     with body.open("rb") as file, Process.start(arguments, stdin=file, stdout=subprocess.PIPE, text=True) as heavy:
         if not heavy.line():
             raise BenchError("the heavy caller did not start")
         time.sleep(_LEAD_S)
-        each_ms = _ask(address, seconds)
+        each_ms = _ask(address, attack, seconds)
         heavy.send(signal.SIGTERM)
         return Waits(each_ms, json.loads(heavy.rest(_TIMEOUT_S)))
 
@@ -126,8 +135,9 @@ def report(measured: Measured, bodies: Mapping[str, int], coverage: Coverage, ti
         mode="isolation",
         tables=[compare("isolation: how long a small request takes", ("heavy caller", ""), measured, _COLUMNS, None, title)],
         notes=[
-            f"{timing.repetitions} repetitions of {timing.timed_s:g} s each; one frontend, executor fingerprints, model "
-            f"{MODEL}. The neutral load is two processes that compute. They are no part of the server."
+            f"{timing.repetitions} repetitions of {timing.timed_s:g} s each; one frontend; embeddings of executor "
+            f"fingerprints, model {MODEL}; chats of 4 tokens of executor transformers, model {chats.MODEL}. The neutral load "
+            "is two processes that compute. They are no part of the server. The heavy caller has a key of its own."
         ],
         targets=list(_verdicts(measured, bodies)),
         coverage=coverage,
@@ -138,33 +148,55 @@ def _verdicts(measured: Measured, bodies: Mapping[str, int]) -> Iterator[Verdict
     """What is allowed depends on what was seen beside the neutral load."""
 
     def judged(what: str, at: str, cases: Sequence[str], percent: float, least_ms: float, times: float) -> Verdict:
-        neutral = _waits(measured, cases, _NEUTRAL, percent).values()
-        limit_ms = max([least_ms, *(times * ms for ms in neutral if ms is not None)])
+        neutral = [ms for ms in _waits(measured, cases, _NEUTRAL, percent).values() if ms is not None]
+        step_ms = 0.0 if _is_embedded(cases[0]) else _STEP_MS
+        limit_ms = max([least_ms, *(max(times * ms, ms + step_ms) for ms in neutral)])
         heavy = functools.partial(_waits, cases=cases, subject=_HEAVY, percent=percent)
         return Target(what, at, limit_ms, "ms", lambda runs: heavy(runs).items(), at_least=False).judge(measured)
 
     for case in measured:
         least_ms = _LEAST_MS if bodies[case] <= _LARGE_NBYTES else _LEAST_LARGE_MS
         yield judged(f"p99 of small requests beside: {case}", "one frontend", [case], 99, least_ms, _TIMES)
-    yield judged("longest wait of a small request", "beside all of them", list(measured), 100, _LONGEST_MS, 1.0)
+    for what, longest_ms, is_embedded in (("embedding", _LONGEST_MS, True), ("chat", 2 * _LONGEST_MS, False)):
+        cases = [case for case in measured if _is_embedded(case) is is_embedded]
+        if cases:
+            yield judged(f"longest wait of a small {what}", "beside all of them", cases, 100, longest_ms, 1.0)
+
+
+def _is_embedded(case: str) -> bool:
+    return case not in ATTACKS or ATTACKS[case].path == EMBEDDINGS
 
 
 @benchmark("isolation")
 @repeatable("--case", "cases", ATTACKS, "Who is heavy")
 def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
-    """How long small requests wait while another caller is heavy, beside a neutral load; in under three minutes."""
+    """How long small requests wait while another caller is heavy, beside a neutral load; in about five minutes."""
     runs = Repetitions[str, Waits](dict.fromkeys(cases or ATTACKS, (_NEUTRAL, _HEAVY)), timing.repetitions)
-    server = ("--executor=fingerprints", "--api-server-count=1", "--slab-nbytes=512MiB", NOTHING_KEPT)
-    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory, serving(server) as [running]:
-        address = urlsplit(running.url).netloc
-        paths = {case: Path(directory, str(number)) for number, case in enumerate(runs.subjects)}
-        bodies = {case: path.write_bytes(ATTACKS[case].body()) for case, path in paths.items()}
-        _ask(address, _WARM_UP_S)
+    with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
+        model = Path(directory, "model")
+        kinds = list(dict.fromkeys(map(_is_embedded, runs.subjects)))
+        if False in kinds:
+            chats.write_model(model)
+        with serving(*(_server(model, is_embedded=is_embedded) for is_embedded in kinds)) as running:
+            addresses = {kind: urlsplit(server.url).netloc for kind, server in zip(kinds, running, strict=True)}
+            paths = {case: Path(directory, str(number)) for number, case in enumerate(runs.subjects)}
+            bodies = {case: path.write_bytes(ATTACKS[case].body()) for case, path in paths.items()}
+            for case in runs.subjects:
+                _ask(addresses[_is_embedded(case)], ATTACKS[case], _WARM_UP_S / len(bodies))
 
-        def once(case: str, subject: str) -> Waits:
-            if subject == _NEUTRAL:
-                return _beside_neutral(address, timing.timed_s)
-            return _beside_heavy(address, ATTACKS[case], paths[case], timing.timed_s)
+            def once(case: str, subject: str) -> Waits:
+                address, attack = addresses[_is_embedded(case)], ATTACKS[case]
+                if subject == _NEUTRAL:
+                    return _beside_neutral(address, attack, timing.timed_s)
+                return _beside_heavy(address, attack, paths[case], timing.timed_s)
 
-        runs.measure(list(runs.subjects), once)
+            runs.measure(list(runs.subjects), once)
     return report(runs.measured, bodies, runs.coverage(), timing)
+
+
+def _server(model: Path, *, is_embedded: bool) -> tuple[str, ...]:
+    keys = (f"--api-key={_SMALL_KEY}", f"--api-key={_HEAVY_KEY}")
+    if is_embedded:
+        return ("--executor=fingerprints", "--api-server-count=1", "--slab-nbytes=512MiB", NOTHING_KEPT, *keys)
+    named = (f"--model={model}", f"--served-model-name={chats.MODEL}")
+    return ("--executor=transformers", *named, "--api-server-count=1", "--slab-nbytes=64MiB", "--name=bench-chats", *keys)

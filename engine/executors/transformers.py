@@ -91,10 +91,11 @@ _MAX_NUM_SEQS = 16
 _FORWARD_S = 0.003
 _TEXTS = 64  # to be embedded, which a step is offered; as many of them as fit a pass are computed together
 
-# Tokens of prompts in a step: while answers are written, and while none is. With a model of which a token takes a millisecond,
-# an answer pauses for an eighth of a second. A prompt that is read by itself has pieces of the first length.
+# Tokens of prompts in a step: while answers are written, and at most while none is. With a model of which a token takes a
+# millisecond, an answer pauses for an eighth of a second. A prompt that is read by itself has pieces of the first length.
 _PIECE_TOKENS = 128
 _IDLE_TOKENS = 2048
+_IDLE_S = 0.05  # that tokens of prompts take about, while no answer is written: whoever comes meanwhile waits for their end
 
 _LONE_PASSES = 2  # in a step, of answers that are read by themselves: each takes as long as one of all others together
 
@@ -296,6 +297,7 @@ class TransformersExecutor:
         self._characters = 0  # of texts that this step has made into tokens
         self._taken: defaultdict[int, float] = defaultdict(float)  # seconds of this step, by request
         self._lone_turns = itertools.count(1)
+        self._token_s = _IDLE_S / _IDLE_TOKENS  # of a token, in the last pass of many
         self._embedder: Embedder | None = None
         if self._model.can_read:
             self._embedder = Embedder(self._prompts, self._model, settings.pooling, self._checkpoint.max_model_len)
@@ -517,7 +519,10 @@ class TransformersExecutor:
                 else:
                     outputs.update(dict.fromkeys((answer.request_id for answer in answers), _report(error)))
                 continue
-            token_s = (time.perf_counter() - began) / sum(pieces[answer] for answer in answers)
+            tokens = sum(pieces[answer] for answer in answers)
+            token_s = (time.perf_counter() - began) / tokens
+            if tokens >= _PIECE_TOKENS:
+                self._token_s = token_s
             for answer in answers:
                 self._taken[answer.request_id] += token_s * pieces[answer]
             chosen += [(answer, row) for answer, row in zip(answers, logits, strict=True) if row is not None]
@@ -570,7 +575,7 @@ class TransformersExecutor:
         """
         pieces = {answer: 1 for answer in answers if answer.context.prompt is None}
         prompts = [answer for answer in answers if answer.context.prompt is not None]
-        left = _PIECE_TOKENS if pieces else _IDLE_TOKENS
+        left = _PIECE_TOKENS if pieces else max(_PIECE_TOKENS, min(_IDLE_TOKENS, int(_IDLE_S / self._token_s)))
         shortest_first = sorted(prompts, key=lambda answer: answer.context.unread)
         for line, kept in ((prompts, left // 2), (shortest_first, 0)):
             for answer in line:

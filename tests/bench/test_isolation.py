@@ -12,10 +12,13 @@ from click.testing import CliRunner
 
 from bench.__main__ import main
 from bench.isolation import heavy
-from bench.isolation.attacks import ATTACKS
+from bench.isolation.attacks import EMBEDDING_ATTACKS, NUMBER
+from bench.isolation.chats import CHAT_ATTACKS
 from bench.isolation.command import Waits, report
 from bench.modes import Timing
 from bench.results import Coverage, Findings
+from shmring.frontend.openai.chat import CHAT_FORM
+from shmring.frontend.openai.completions import COMPLETION_FORM
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, EmbeddingRequest
 from tests.tables import for_each
 
@@ -53,28 +56,67 @@ def test_what_is_allowed(waits: tuple[float, ...], met: list[bool]) -> None:
     assert [row[-1] for row in findings.tables[0].rows] == ["", "3 x 200"]
 
 
-@for_each("name", [name for name in ATTACKS if not name.startswith(("empty", "numbers", "a picture of 56"))])
-def test_what_is_not_refused_is_a_request(name: str) -> None:
-    assert isinstance(EMBEDDING_PARSER.parse(ATTACKS[name].body()), EmbeddingRequest)
+_REFUSED = ("empty", "numbers", "a picture of 56", "1 MB in chunks")
 
 
-@for_each("hangs_up", [False, True])
-async def test_the_heavy_caller_counts_what_it_is_answered(hangs_up: bool) -> None:
+@for_each("attack", [attack for attack in EMBEDDING_ATTACKS if not attack.title.startswith(_REFUSED)])
+def test_what_is_not_refused_is_a_request(attack: Any) -> None:
+    assert isinstance(EMBEDDING_PARSER.parse(attack.body()), EmbeddingRequest)
+
+
+@for_each("attack", CHAT_ATTACKS)
+def test_chats_are_requests_and_so_are_those_beside_them(attack: Any) -> None:
+    form = COMPLETION_FORM if attack.path == "/v1/completions" else CHAT_FORM
+    requests, _ = form.engine_requests(form.parser.parse(attack.body()))
+    assert requests
+    assert CHAT_FORM.engine_requests(CHAT_FORM.parser.parse(attack.small))[0]
+
+
+@for_each(("hangs_up", "chunked"), [(False, False), (True, False), (False, True)])
+async def test_the_heavy_caller_counts_what_it_is_answered(hangs_up: bool, chunked: bool) -> None:
     got: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        got.append(await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0])))
+        assert head.startswith(b"POST /v1/path HTTP/1.1\r\n")
+        assert b"Authorization: Bearer heavy\r\n" in head
+        if chunked:
+            body = b""
+            while (size := await reader.readline()) != b"0\r\n":
+                assert size == b"1\r\n"
+                body += (await reader.readexactly(3))[:1]
+            got.append(body)
+        else:
+            got.append(await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0])))
         writer.write(b"HTTP/1.1 413 Too Large\r\nConnection: close\r\n\r\n")
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        status = await heavy._post(f"{host}:{port}", b"x" * 600_000, hangs_up=hangs_up)
+        body = b"x" * (600 if chunked else 600_000)
+        posted = heavy._Heavy(f"{host}:{port}", "/v1/path", "heavy", body, hangs_up, chunked)
+        status = await heavy._post(posted)
         assert status == ("hung up" if hangs_up else "413")
         while not got:
             await asyncio.sleep(0)
-    assert got == [b"x" * 600_000]
+    assert got == [body]
+
+
+async def test_a_number_in_what_the_heavy_caller_posts_is_another_one_each_time() -> None:
+    got: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        got.append(await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0])))
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        posted = heavy._Heavy(f"{host}:{port}", "/v1/path", "heavy", f"f{NUMBER}".encode())
+        assert [await heavy._post(posted) for _ in range(2)] == ["200", "200"]
+    assert len(set(got)) == 2
+    assert all(part[:1] == b"f" and part[1:].isdigit() for part in got)
 
 
 @pytest.mark.slow  # it starts a server

@@ -365,6 +365,17 @@ def test_a_short_prompt_waits_for_no_long_one_and_a_long_one_for_no_stream_of_sh
         executor.forget(number)
 
 
+@for_each(("token_s", "tokens"), [(1e-6, 300), (0.05 / 200, 200), (1.0, 128)])
+def test_while_no_answer_is_written_as_much_of_a_prompt_is_read_as_takes_some_time(
+    token_s: float, tokens: int, executor: TransformersExecutor
+) -> None:
+    executor._token_s = token_s
+    executor.execute([StepInput(1, of_tokens(300, max_tokens=2))])
+    assert lengths(executor, [1]) == [tokens]
+    executor.forget(1)
+    assert 0 < executor._token_s != token_s, "it was measured"
+
+
 def test_of_answers_that_are_read_alone_two_are_in_a_step_the_first_and_the_others_in_turn(
     executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
