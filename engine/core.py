@@ -48,6 +48,7 @@ _Result = TypeVar("_Result")
 _FORGETTING_S = 0.005  # after the last step; under load, the next one comes sooner
 _RECENT_STEPS = 120  # whose times a snapshot has: some seconds of decoding
 _MAX_NAMES = 8  # of requests, in a line of the log
+_MAX_DESCRIBED = 64  # requests, in a snapshot
 
 # Life-cycle methods of an executor, which no remote call may reach.
 _NOT_REMOTE = frozenset({"describe", "execute", "forget", "close"})
@@ -108,6 +109,7 @@ class EngineCore:
         self._busy: tuple[str, float] | None = None  # what the executor's thread is doing, and since when
         self._ended = False
         self._server = server
+        self._stepping: Set[EngineRequest] = frozenset()  # the requests of the last step
         self._draining = False
         self._paused = False
         self._giving_up = False  # paused, and running requests end at the next boundary
@@ -248,6 +250,7 @@ class EngineCore:
                 request.admitted_at = now
                 self.times.queue.add(now - request.arrived_at)
         batch = self._scheduler.step()
+        self._stepping = frozenset(batch)
         self.metrics.waiting_requests = self._scheduler.waiting
         self.metrics.running_requests = self._scheduler.running
         if self._paused:
@@ -306,7 +309,9 @@ class EngineCore:
         share = max(0.0, seconds - sum(told)) / max(1, silent or len(told))
         charge = self._scheduler.accounts.charge
         for request, taken in zip(batch, told, strict=True):
-            charge(request.owner, taken + (0.0 if taken and silent else share), now)
+            taken += 0.0 if taken and silent else share
+            request.seconds += taken
+            charge(request.owner, taken, now)
 
     def _deliver(self, request: EngineRequest, output: StepOutput, now: float) -> None:
         if not output.keep_inputs and not request.claim.released:
@@ -334,7 +339,10 @@ class EngineCore:
     def _count(self, request: EngineRequest, output: StepOutput, now: float) -> None:
         reply = output.reply
         self.metrics.finished_requests += output.finished
-        if reply is None or request.is_tokenized:
+        if reply is None:
+            return
+        request.prompt_tokens = reply.prompt_tokens
+        if request.is_tokenized:
             return
         if not request.first_reply_at:
             request.first_reply_at = now
@@ -342,9 +350,9 @@ class EngineCore:
         if output.finished:
             self.metrics.prompt_tokens += reply.prompt_tokens
         if isinstance(reply, GenerateReply):
-            self.metrics.generated_tokens += len(reply.token_ids)
-            for other in output.others:
-                self.metrics.generated_tokens += len(other.token_ids)
+            tokens = len(reply.token_ids) + sum(len(other.token_ids) for other in output.others)
+            request.tokens += tokens
+            self.metrics.generated_tokens += tokens
             if output.finished:
                 self.times.decode.add(now - request.first_reply_at)
 
@@ -417,10 +425,33 @@ class EngineCore:
             "running": self._scheduler.running,
             "step": None if busy is None else {"what": busy[0], "age_s": time.monotonic() - busy[1]},
             "steps_s": [round(seconds, 6) for seconds in self._recent_steps_s],
+            "spent_s": _rounded(getattr(self._executor, "spent_s", {})),
+            "callers_s": _rounded(self._scheduler.accounts.most_recent(time.monotonic())),
+            "requests": self._describe_requests(),
             "generated_tokens": self.metrics.generated_tokens,
             "finished_requests": self.metrics.finished_requests,
             "failed_requests": self.metrics.failed_requests,
         }
+
+    def _describe_requests(self) -> list[dict[str, Any]]:
+        """Returns what snapshots of the ring say of requests: those that run, and then those that wait, in order."""
+        now = time.monotonic()
+        running = [(request, None) for request in self._scheduler]
+        waiting = [(request, place) for place, request in enumerate(self._scheduler.line(), 1)]
+        return [
+            {
+                "name": request.claim.name,
+                "owner": request.owner,
+                "client_id": request.claim.client_id,
+                "state": "waiting" if place else "running" if request in self._stepping else "paused",
+                "place": place,
+                "age_s": round(now - request.arrived_at, 3),
+                "prompt_tokens": request.prompt_tokens,
+                "tokens": request.tokens,
+                "seconds": round(request.seconds, 6),
+            }
+            for request, place in [*running, *waiting][:_MAX_DESCRIBED]
+        ]
 
     async def collect_times(self) -> dict[str, tuple[list[int], float]]:
         """Returns how long the parts of requests took, by name: counts and sum."""
@@ -528,6 +559,10 @@ class EngineCore:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 6) for name, value in seconds.items()}
 
 
 def _call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:

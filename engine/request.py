@@ -45,6 +45,8 @@ class EngineRequest:
         is_tokenized: whether it only has a text tokenized, so that no token of its reply is a generated one.
         expired: whether that time has passed while a step was running with it.
         revoked: why the engine ends it at the next boundary between steps, or None.
+        seconds: that it took of steps.
+        prompt_tokens, tokens: of its prompt, and of its answers so far, as its executor has said.
         ended: whether it was answered, failed or timed out. An aborted one ends by itself (``claim.aborted``).
     """
 
@@ -63,6 +65,9 @@ class EngineRequest:
         self.is_tokenized = isinstance(payload, GenerateRequest) and payload.tokenize
         self._inputs = len(payload.inputs) if isinstance(payload, EncodeRequest) else 0
         self._encoded = 0
+        self.seconds = 0.0
+        self.prompt_tokens = 0
+        self.tokens = 0
         self.expired = False
         self.revoked: Exception | None = None
         self.ended = False

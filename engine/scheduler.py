@@ -171,6 +171,18 @@ class Scheduler(Generic[_Request]):
         """Returns running and waiting requests."""
         return [*self._running, *(request for request in self._owners if request not in self._running)]
 
+    def line(self) -> list[_Request]:
+        """Returns the waiting requests in the order in which they would be admitted if nothing else happened."""
+        ranks: Counter[str] = Counter()
+        places: list[tuple[tuple[int, int, float], _Request]] = []
+        for priority in sorted(self._lines):
+            for owner, queue in self._lines[priority].queues.items():
+                for request in queue:
+                    if request not in self._running:
+                        places.append(((priority, self._open[owner] + ranks[owner], self.accounts.used(owner)), request))
+                        ranks[owner] += 1
+        return [request for _, request in sorted(places, key=lambda place: place[0])]
+
     def add(self, request: _Request, owner: str = "") -> _Request | None:
         """Puts a request in line.
 

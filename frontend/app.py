@@ -128,6 +128,8 @@ def create_app(
     routes = _Routes(engine, settings, frontends)
     usages = usages_of(settings.key_owners, routes.metrics.keys, usage, usage_row)
     keys = [Middleware(Authentication, settings.api_keys, usages)] if settings.api_keys else []
+    with_admins = Middleware(Authentication, settings.api_keys, usages, settings.admin_keys)
+    viewers = [with_admins] if settings.api_keys or settings.admin_keys else []
     limits = [Middleware(KeyLimits)] if usages else []
     admitted = [*keys, *limits, Middleware(AdmissionMiddleware, routes.admission)]
     router = _Router(
@@ -151,7 +153,7 @@ def create_app(
             ObservedRoute("/load", routes.load),
             ObservedRoute("/metrics", routes.render_metrics),
             ObservedRoute("/version", routes.version),
-            *status_routes(routes.feed, keys),
+            *status_routes(routes.feed, viewers),
             *admin_routes(engine, settings),
             ObservedRoute(DOCS_PATH, routes.documentation.page),
             *(ObservedRoute(path, routes.documentation.document) for path in DOCUMENT_PATHS),

@@ -25,12 +25,20 @@ class Authentication:
     Args:
         app: answers callers that have a key.
         keys: a caller needs one of them; if there are none, no key is needed.
+        admin_keys: of operators, which are as good, where a route takes them; it becomes part of the state that it is one.
         usages: what their owners use, by key; for those that have one. It becomes part of the request's state, and so does what
             the caller is called.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], usages: Mapping[str, OwnerUsage] | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Iterable[str],
+        usages: Mapping[str, OwnerUsage] | None = None,
+        admin_keys: Iterable[str] = (),
+    ) -> None:
         self._app = app
+        self._admins = {_digest(key.encode()) for key in admin_keys}
         # By digest: how long a look-up takes says nothing about how nearly right a key is.
         self._usages = {_digest(key.encode()): (usages or {}).get(key) for key in keys}
 
@@ -40,9 +48,11 @@ class Authentication:
         Raises:
             ApiError: 401, it has none, or a wrong one.
         """
-        if self._usages:
-            token = _bearer_token(scope)
-            digest = _digest(token or b"")
+        token = _bearer_token(scope) if self._usages or self._admins else None
+        digest = _digest(token or b"")
+        if token is not None and digest in self._admins:
+            scope["state"]["is_admin"] = True
+        elif self._usages:
             if token is None or digest not in self._usages:
                 message = "this server needs a key: send the header 'Authorization: Bearer KEY' with one that it knows"
                 raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})

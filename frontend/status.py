@@ -1,8 +1,9 @@
 """``/status``: a page that shows what the engines are doing, and the stream of snapshots that it draws.
 
 The page, its script and its style are files beside this one, and hold no facts. The facts come by ``/status/snapshots``, which
-needs a key like ``/v1``: one line of JSON each second, as long as the caller reads. However many watch, each engine is asked
-once a second, and not at all while nobody does. Nothing may be loaded from elsewhere, and no page may frame this one.
+needs a key like ``/v1``, or an operator's: one line of JSON each second, as long as the caller reads. However many watch, each
+engine is asked once a second, and not at all while nobody does. Operators see the requests of all callers, and other callers
+their own. Nothing may be loaded from elsewhere, and no page may frame this one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import contextvars
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.middleware import Middleware
@@ -22,10 +23,15 @@ from starlette.types import Receive, Scope, Send
 
 import shmring
 from shmring.engine.client import EngineClient
+from shmring.frontend.callers import caller_of
 from shmring.frontend.errors import unavailable
 from shmring.frontend.observation import ObservedRoute
+from shmring.snapshot import RingSnapshot
 
 __all__ = ["Feed", "status_routes"]
+
+#: By engine; or why there is none.
+_Snapshots: TypeAlias = dict[str, RingSnapshot | dict[str, str]]
 
 _EACH_S = 1.0
 _MAX_VIEWERS = 32  # of one frontend; a page that was closed is noticed at once
@@ -47,7 +53,7 @@ class Feed:
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._viewers: set[asyncio.Queue[_Snapshots | None]] = set()
         self._asking: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -67,9 +73,9 @@ class Feed:
             raise unavailable(f"{_MAX_VIEWERS} callers watch this process already", "overloaded")
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[asyncio.Queue[bytes | None]]:
-        """Yields a queue of lines; None is the end. A slow viewer misses snapshots, so nothing piles up."""
-        viewer: asyncio.Queue[bytes | None] = asyncio.Queue(1)
+    def watched(self) -> Iterator[asyncio.Queue[_Snapshots | None]]:
+        """Yields a queue of snapshots by engine; None is the end. A slow viewer misses some, so nothing piles up."""
+        viewer: asyncio.Queue[_Snapshots | None] = asyncio.Queue(1)
         self._viewers.add(viewer)
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask(), context=contextvars.Context())  # for no one request
@@ -80,9 +86,9 @@ class Feed:
 
     async def _ask(self) -> None:
         while self._viewers:
-            line = msgspec.json.encode(dict(zip(self._engine.engines, await self._snapshots(), strict=True))) + b"\n"
+            snapshots = dict(zip(self._engine.engines, await self._snapshots(), strict=True))
             for viewer in self._viewers:
-                _put(viewer, line)
+                _put(viewer, snapshots)
             await asyncio.sleep(_EACH_S)
 
     async def _snapshots(self) -> list[Any]:
@@ -95,20 +101,38 @@ class Feed:
             return {"error": str(error) or "it does not answer"}
 
 
-def _put(viewer: asyncio.Queue[bytes | None], line: bytes | None) -> None:
-    """The last line takes the place of one that was not read."""
+def _put(viewer: asyncio.Queue[_Snapshots | None], snapshots: _Snapshots | None) -> None:
+    """The last ones take the place of those that were not read."""
     if viewer.full():
         viewer.get_nowait()
-    viewer.put_nowait(line)
+    viewer.put_nowait(snapshots)
+
+
+def _seen_by(caller: str, snapshot: RingSnapshot | dict[str, str]) -> RingSnapshot | dict[str, str]:
+    """Returns what a caller sees of a snapshot: of requests, its own; and no texts of errors, which may name others'."""
+    if not isinstance(snapshot, RingSnapshot):
+        return snapshot
+    program = dict(snapshot.program)
+    program["requests"] = [request for request in program.get("requests", ()) if request["owner"] == caller]
+    program["callers_s"] = {name: used for name, used in program.get("callers_s", {}).items() if name == caller}
+    own = {request["name"] for request in program["requests"]}
+    return msgspec.structs.replace(
+        snapshot,
+        program=program,
+        requests=[request for request in snapshot.requests if request.name in own],
+        draining=[slot for slot in snapshot.draining if slot.request in own],
+        errors=[],
+    )
 
 
 class _SnapshotStream(Response):
     """Lines of a feed, until the caller has gone or the feed ends."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Feed, caller: str | None) -> None:
         super().__init__(headers=_HEADERS | {"content-type": "application/x-ndjson", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._feed = feed
+        self._caller = caller
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends them."""
@@ -122,15 +146,17 @@ class _SnapshotStream(Response):
 
     async def _lines(self, receive: Receive) -> AsyncIterator[bytes]:
         leaving = asyncio.ensure_future(_hang_up(receive))
-        reading: asyncio.Future[bytes | None] | None = None
+        reading: asyncio.Future[_Snapshots | None] | None = None
         try:
             with self._feed.watched() as lines:
                 while True:
                     reading = asyncio.ensure_future(lines.get())
                     await asyncio.wait((leaving, reading), return_when=asyncio.FIRST_COMPLETED)
-                    if leaving.done() or (line := reading.result()) is None:
+                    if leaving.done() or (snapshots := reading.result()) is None:
                         return
-                    yield line
+                    if self._caller is not None:
+                        snapshots = {name: _seen_by(self._caller, snapshot) for name, snapshot in snapshots.items()}
+                    yield msgspec.json.encode(snapshots) + b"\n"
         finally:
             leaving.cancel()
             if reading is not None:
@@ -143,7 +169,12 @@ async def _hang_up(receive: Receive) -> None:
 
 
 def status_routes(feed: Feed, keys: Sequence[Middleware]) -> list[ObservedRoute]:
-    """Returns the routes of the page, its files, and its snapshots, which need a key."""
+    """Returns the routes of the page, its files, and its snapshots.
+
+    Args:
+        feed: of snapshots.
+        keys: tell callers and operators by their keys. Without any, everybody is taken for an operator.
+    """
 
     def file_route(path: str, name: str) -> ObservedRoute:
         content = (_FILES / name).read_bytes()
@@ -154,9 +185,10 @@ def status_routes(feed: Feed, keys: Sequence[Middleware]) -> list[ObservedRoute]
 
         return ObservedRoute(path, answer)
 
-    async def snapshots(_: Request) -> Response:
+    async def snapshots(http_request: Request) -> Response:
         feed.check_room()
-        return _SnapshotStream(feed)
+        sees_all = not keys or http_request.scope["state"].get("is_admin", False)
+        return _SnapshotStream(feed, None if sees_all else caller_of(http_request.scope))
 
     return [
         file_route("/status", "status.html"),

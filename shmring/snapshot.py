@@ -149,7 +149,10 @@ class RingSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         errors: the last ones, the last one first.
         statistics: numbers of :class:`shmring.RingStatistics`, without its workers.
         program: what the engine's program says of itself. The server's: ``executor``, ``model``, ``paused``, ``waiting``,
-            ``running``, ``step`` (what its thread does, and for how long) and ``steps_s`` (of the last steps).
+            ``running``, ``step`` (what its thread does, and for how long), ``steps_s`` (of the last steps), ``spent_s`` (what
+            steps were spent on, since the start), ``callers_s`` (who has used most of them in the last minute) and
+            ``requests``, each with its ``owner``, its ``state`` (``running``, ``paused`` while others have their turn, or
+            ``waiting``), its ``place`` in line, ``prompt_tokens``, ``tokens`` so far, and ``seconds`` that it took of steps.
     """
 
     name: str

@@ -127,7 +127,7 @@ class Executor(Protocol):
     The tensors of a payload are views of the slab: read them only while the payload is handed in, never write to them, and copy
     tensors that you need for longer. Any public method beside these can be called by
     :meth:`shmring.engine.client.EngineClient.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its
-    own.
+    own. An attribute ``spent_s``, if there is one, says for operators what steps were spent on so far: seconds by part.
     """
 
     def describe(self) -> ModelDescription:

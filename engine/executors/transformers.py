@@ -298,6 +298,9 @@ class TransformersExecutor:
         self._taken: defaultdict[int, float] = defaultdict(float)  # seconds of this step, by request
         self._lone_turns = itertools.count(1)
         self._token_s = _IDLE_S / _IDLE_TOKENS  # of a token, in the last pass of many
+        #: What steps were spent on so far, in seconds: laying prompts out, passes of the model for prompts, for answers, and
+        #: for answers that are read alone; choosing tokens; embedding.
+        self.spent_s = dict.fromkeys(("layout", "prompts", "answers", "alone", "choosing", "embedding"), 0.0)
         self._embedder: Embedder | None = None
         if self._model.can_read:
             self._embedder = Embedder(self._prompts, self._model, settings.pooling, self._checkpoint.max_model_len)
@@ -356,27 +359,31 @@ class TransformersExecutor:
                 continue
             outputs[part.request_id] = _GOES_ON
             if part.payload is not None:
-                with self._taking(part.request_id):
+                with self._taking(part.request_id, "layout"):
                     self._begin(part.request_id, part.payload, outputs)
                 copied_nbytes += nbytes if outputs[part.request_id] is _GOES_ON else 0
             elif part.request_id not in self._answers and part.request_id not in self._preparing:
                 outputs[part.request_id] = RuntimeError(f"request {part.request_id} goes on, and was not begun")
         self._enter(outputs, is_idle=not to_encode)
         self._advance(outputs, {part.request_id: part.answers for part in batch})
+        began = time.perf_counter()
         outputs.update(self._line.execute(to_encode))
+        self.spent_s["embedding"] += time.perf_counter() - began
         for request_id, output in outputs.items():
             if isinstance(output, Exception) or output.finished:
                 self.forget(request_id)
         return [self._priced(part.request_id, outputs[part.request_id]) for part in batch]
 
     @contextlib.contextmanager
-    def _taking(self, request_id: int) -> Iterator[None]:
-        """Counts the time of a block as what a request took of the step."""
+    def _taking(self, request_id: int, part: str) -> Iterator[None]:
+        """Counts the time of a block as what a request took of the step, and what the step was spent on."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            self._taken[request_id] += time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            self._taken[request_id] += seconds
+            self.spent_s[part] += seconds
 
     def _priced(self, request_id: int, output: StepOutput | Exception) -> StepOutput | Exception:
         """Returns an output that says what the request took of the step."""
@@ -508,6 +515,8 @@ class TransformersExecutor:
             self._answers[answer.request_id].append(answer)
         while passes:
             answers = passes.pop()
+            is_together, tokens = self._can_batch(answers[0]), sum(pieces[answer] for answer in answers)
+            of_prompts = sum(pieces[answer] for answer in answers if answer.context.prompt is not None)
             began = time.perf_counter()
             try:
                 logits = self._model.advance([(answer.context, pieces[answer]) for answer in answers])
@@ -519,8 +528,9 @@ class TransformersExecutor:
                 else:
                     outputs.update(dict.fromkeys((answer.request_id for answer in answers), _report(error)))
                 continue
-            tokens = sum(pieces[answer] for answer in answers)
             token_s = (time.perf_counter() - began) / tokens
+            self.spent_s["prompts" if is_together else "alone"] += token_s * of_prompts
+            self.spent_s["answers" if is_together else "alone"] += token_s * (tokens - of_prompts)
             if tokens >= _PIECE_TOKENS:
                 self._token_s = token_s
             for answer in answers:
@@ -528,7 +538,7 @@ class TransformersExecutor:
             chosen += [(answer, row) for answer, row in zip(answers, logits, strict=True) if row is not None]
         for answer, row in chosen:
             try:
-                with self._taking(answer.request_id):
+                with self._taking(answer.request_id, "choosing"):
                     replies[answer.request_id] += self._choose(answer, row, room[answer.request_id])
             except Exception as error:  # noqa: BLE001 - if it were raised, other requests would lose their token
                 outputs[answer.request_id] = _report(error)

@@ -266,6 +266,38 @@ async def test_what_requests_took_of_steps_is_charged_to_their_owners(socket_dir
         assert 0.0 <= used["silent"] < 1.0
 
 
+async def test_a_snapshot_says_of_requests_whose_they_are_what_they_took_and_where_they_wait(socket_dir: Path) -> None:
+    gate = Gate(Counting())
+    async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):
+        stream = client.generate(msgspec.structs.replace(question(3), owner="a"), request_id="first")
+        reading = asyncio.create_task(anext(stream))
+        await until(lambda: core._scheduler.running)
+        waiting = []
+        for name, owner in (("second", "a"), ("third", "a"), ("other", "b")):
+            before = core._scheduler.waiting
+            waiting.append(
+                asyncio.create_task(generate(client, msgspec.structs.replace(question(1), owner=owner), request_id=name))
+            )
+            await until(lambda before=before: core._scheduler.waiting == before + 1)
+        gate.let(1)
+        await reading
+        program = (await client.inspect("core")).program
+        told = [{key: each[key] for key in ("name", "owner", "state", "place", "tokens")} for each in program["requests"]]
+        assert told == [
+            {"name": "first", "owner": "a", "state": "running", "place": None, "tokens": 1},
+            {"name": "other", "owner": "b", "state": "waiting", "place": 1, "tokens": 0},
+            {"name": "second", "owner": "a", "state": "waiting", "place": 2, "tokens": 0},
+            {"name": "third", "owner": "a", "state": "waiting", "place": 3, "tokens": 0},
+        ]
+        assert program["requests"][0]["seconds"] > 0
+        assert program["requests"][0]["prompt_tokens"] > 0
+        assert list(program["callers_s"]) == ["a"]
+        gate.let()
+        async for _ in stream:
+            pass
+        await asyncio.gather(*waiting)
+
+
 async def test_owners_of_one_frontend_take_turns_and_a_request_without_one_is_its_frontends(socket_dir: Path) -> None:
     gate = Gate()
     async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):

@@ -147,6 +147,17 @@ def test_the_less_urgent_do_not_wait_for_ever() -> None:
     assert served == ["urgent"] * 7 + ["usual"]
 
 
+def test_the_line_is_told_in_the_order_of_admission() -> None:
+    scheduler: Scheduler[Request] = Scheduler(SchedulerConfig(max_num_seqs=8))
+    for name, priority in (("a1", 0), ("a2", 0), ("b1", 0), ("c1", -1), ("b2", 0)):
+        scheduler.add(of(name, priority=priority), name[0])
+    scheduler.accounts.charge("b", 1.0, 0.0)
+    told = names(scheduler.line())
+    assert told == ["c1", "a1", "b1", "a2", "b2"]
+    assert names(scheduler.admit()) == told
+    assert scheduler.line() == []
+
+
 def test_what_runs_counts_toward_max_num_seqs_until_it_is_finished() -> None:
     scheduler: Scheduler[Request] = Scheduler(SchedulerConfig(max_num_seqs=2))
     requests = [Request(name) for name in "abc"]

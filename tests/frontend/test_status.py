@@ -10,12 +10,17 @@ from typing import Any
 import httpx
 import pytest
 
+import shmring
+from shmring.engine.protocol import GenerateReply
 from shmring.frontend import status
+from shmring.frontend.keys import KeyOwner
 from shmring.frontend.status import Feed
+from tests.frontend.test_inference_chats import GENERATING
 
 
-async def lines_of(url: str, count: int) -> list[Any]:
-    stream = httpx.AsyncClient().stream("GET", f"{url}/status/snapshots")
+async def lines_of(url: str, count: int, key: str | None = None) -> list[Any]:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    stream = httpx.AsyncClient().stream("GET", f"{url}/status/snapshots", headers=headers)
     async with asyncio.timeout(20), stream as response:
         assert response.status_code == 200
         assert response.headers["content-type"] == "application/x-ndjson"
@@ -55,6 +60,52 @@ async def test_each_line_is_a_snapshot_of_each_engine(
     assert list(first) == list(engine.client.engines) == [snapshot["name"]]
     assert snapshot["statistics"]["clients"] == 1
     assert second["test"]["time_s"] > snapshot["time_s"]
+
+
+async def test_callers_see_their_own_requests_and_operators_all(
+    open_engine: Any, open_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_EACH_S", 0.01)
+    ended = asyncio.Event()
+
+    async def wait(claim: shmring.Claim) -> None:
+        await ended.wait()
+        await claim.reply(GenerateReply("yes", [1], 1, 1, "stop"))
+
+    engine = await open_engine(wait, GENERATING)
+
+    def describe() -> dict[str, Any]:
+        owned = [("of alice", "alice"), ("of bob", "bob")]
+        return {"requests": [{"name": name, "owner": owner} for name, owner in owned], "callers_s": {"alice": 1.0, "bob": 2.0}}
+
+    engine.ring.add_to_snapshots(describe)
+    owners = tuple(KeyOwner(name=name, keys=(f"{name}'s",)) for name in ("alice", "bob"))
+    url = await open_server(engine, api_keys=("alice's", "bob's"), admin_keys=("operator's",), key_owners=owners)
+    posted = [
+        asyncio.create_task(
+            httpx.AsyncClient(timeout=30).post(
+                f"{url}/v1/chat/completions",
+                json={"model": "shmring-synthetic", "messages": [{"role": "user", "content": "Hi"}]},
+                headers={"authorization": f"Bearer {name}'s", "x-request-id": f"of-{name}"},
+            )
+        )
+        for name in ("alice", "bob")
+    ]
+    while engine.ring.statistics().running < 2:
+        await asyncio.sleep(0.01)
+    seen = {}
+    for key in ("alice's", "operator's"):
+        (snapshots,) = await lines_of(url, 1, key)
+        (snapshot,) = snapshots.values()
+        seen[key] = (
+            [request["name"] for request in snapshot["program"]["requests"]],
+            snapshot["program"]["callers_s"],
+            len(snapshot["requests"]),
+        )
+    assert seen["alice's"] == (["of alice"], {"alice": 1.0}, 0), "of the ring's, those that are known to be hers"
+    assert seen["operator's"] == (["of alice", "of bob"], {"alice": 1.0, "bob": 2.0}, 2)
+    ended.set()
+    assert [response.status_code for response in await asyncio.gather(*posted)] == [200, 200]
 
 
 async def test_viewers_share_what_is_asked_and_nobody_is_asked_without_them(
