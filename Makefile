@@ -35,7 +35,7 @@ PARALLEL := -n auto --dist worksteal
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SEED ?= 1
-COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shmring/memory/*.[ch] engine/executors/*.c bench/*/*.pyx tests/model/*.pyx)
+COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shmring/memory/*.[ch] bench/*/*.pyx tests/model/*.pyx)
 
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -1,9 +1,9 @@
-"""Builds the compiled parts: the core (Cython), large copies and attention (C). Everything else is said in pyproject.toml.
+"""Builds the compiled parts: the core (Cython) and large copies (C). Everything else is said in pyproject.toml.
 
 The flags are the project's own and not those that this Python was built with, which may name its directories (rpath), its
 machine's processor (-march) or another compiler than the one that is here. So the same sources give the same code everywhere,
-for every processor of an architecture; what needs more than its baseline asks the processor at run time (_copying.c,
-_attention.c). As usual, $CC is the compiler, and $CFLAGS and $LDFLAGS replace the flags that are a matter of taste.
+for every processor of an architecture; what needs more than its baseline asks the processor at run time (_copying.c).
+As usual, $CC is the compiler, and $CFLAGS and $LDFLAGS replace the flags that are a matter of taste.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ def extensions() -> list[Extension]:
     return [
         *core,
         Extension("shmring.memory._copying", copies, depends=["shmring/memory/copy_helpers.h"]),
-        Extension("shmring.engine.executors._attention", ["shmring/engine/executors/_attention.c"]),
     ]
 
 

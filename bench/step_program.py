@@ -6,6 +6,7 @@ It runs with the ``shmring`` of any checkout, so it imports nothing of ``bench``
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import statistics
 import sys
@@ -17,7 +18,9 @@ import torch
 
 from shmring.engine import protocol
 from shmring.engine.executors import create_executor
+from shmring.engine.executors.checkpoint import LoadSettings, load_checkpoint
 from shmring.engine.executors.interface import Executor, ExecutorOptions, StepInput
+from shmring.engine.executors.prompts import PromptBuilder
 
 #: Tokens of a prompt, and answers that are written at the same time.
 CASES = ((32, 1), (32, 16), (512, 16), (3000, 4))
@@ -26,6 +29,11 @@ _TOKENS = 128  # of an answer: when the last prompt has been read, piece by piec
 _MEASURED = 24  # steps; the first in which each of the answers gets a token and no prompt is read
 _STREAMS, _JOINING = 4, 12  # answers, and questions about a picture that come meanwhile
 _CALLERS, _TEXTS, _CHARACTERS = 16, 4, 32  # who have texts embedded
+
+#: transformers' own continuous batching.
+CONTINUOUS = "generate_batch"
+_BLOCKS = 128  # of 256 tokens: room for the contexts of any case. Otherwise it takes most of the machine's memory
+_PASS_TOKENS = 2048  # of prompts; with 128 or 512, it takes a quarter more time
 
 
 class _Step(NamedTuple):
@@ -68,11 +76,40 @@ def _measure_case(executor: Executor, prompt: int, streams: int, answer_tokens: 
     full = [step.cpu_s for step in steps[len(steps) - answer_tokens + 1 :] if step.requests == streams]
     if not full:
         raise RuntimeError(f"{prompt} x {streams}: the first answer has ended before the last one began")
-    case = f"{prompt} x {streams}"
     return {
-        f"CPU ms a step, {case}": 1000 * statistics.median(full[:_MEASURED]),
-        f"all CPU s, {case} + {answer_tokens}": sum(step.cpu_s for step in steps),
+        f"CPU ms a step, {prompt} x {streams}": 1000 * statistics.median(full[:_MEASURED]),
+        _all_cpu(prompt, streams, answer_tokens): sum(step.cpu_s for step in steps),
     }
+
+
+def measure_continuous(model: str, cases: Sequence[tuple[int, int]] = CASES, answer_tokens: int = _TOKENS) -> dict[str, float]:
+    """Measures transformers' continuous batching with the same prompts, which it does not read once for several answers."""
+    torch.set_num_threads(1)
+    transformers: Any = importlib.import_module("transformers")
+    checkpoint = load_checkpoint(model, LoadSettings(device="cpu"))
+    prompts = PromptBuilder(checkpoint, {})
+    batching = transformers.ContinuousBatchingConfig(
+        num_blocks=_BLOCKS, max_batch_tokens=_PASS_TOKENS, allow_block_sharing=False
+    )
+
+    def generate(prompt: int, streams: int, tokens: int) -> float:
+        inputs = prompts.build(_question("x" * prompt, tokens))["input_ids"][0].tolist()
+        config = transformers.GenerationConfig(do_sample=False, max_new_tokens=tokens, eos_token_id=-1)
+        before = time.process_time()
+        answers = checkpoint.model.generate_batch(
+            [inputs] * streams, generation_config=config, continuous_batching_config=batching
+        )
+        after = time.process_time()
+        if [len(answer.generated_tokens) for answer in answers.values()] != [tokens] * streams:
+            raise RuntimeError(f"{prompt} x {streams}: not all tokens have come")
+        return after - before
+
+    generate(16, 1, 4)
+    return {_all_cpu(prompt, streams, answer_tokens): generate(prompt, streams, answer_tokens) for prompt, streams in cases}
+
+
+def _all_cpu(prompt: int, streams: int, answer_tokens: int) -> str:
+    return f"all CPU s, {prompt} x {streams} + {answer_tokens}"
 
 
 def _question(text: str, max_tokens: int, picture: protocol.Picture | None = None) -> protocol.GenerateRequest:
@@ -109,4 +146,5 @@ def _execute(executor: Executor, requests: Sequence[Any], joining: Sequence[Any]
 
 
 if __name__ == "__main__":
-    json.dump(measure_steps(sys.argv[1], sys.argv[2]), sys.stdout)
+    of_all = measure_continuous(sys.argv[1]) if sys.argv[2] == CONTINUOUS else measure_steps(sys.argv[1], sys.argv[2])
+    print(json.dumps(of_all))  # some say something before

@@ -1,8 +1,9 @@
 """``python -m bench steps``: what a step of the executor ``transformers`` costs, without a ring and without HTTP.
 
 The model is a LLaVA with random weights, of 61 million parameters: what is measured is how requests share a step, and no answer
-is read. Another checkout can be measured beside this one (``--beside``), and the executor ``vllm`` (``--vllm``). Each
-measurement has a process of its own, of one thread, so that CPU time does not depend on how many cores wait for each other.
+is read. transformers' own continuous batching answers the same prompts at the same length. Another checkout can be measured
+beside this one (``--beside``), and the executor ``vllm`` (``--vllm``). Each measurement has a process of its own, of one
+thread, so that CPU time does not depend on how many cores wait for each other.
 
 A step of N answers is one in which each of N answers gets a token and no prompt is read. Prompts are read piece by piece, so
 answers are long enough for the first to go on when the last one begins.
@@ -30,6 +31,8 @@ from bench.machine import ROOT
 from bench.modes import Timing
 from bench.repetitions import Repetitions
 from bench.results import Findings
+from bench.step_program import CONTINUOUS
+from bench.targets import Target, ratios
 
 _LIMIT_S = 900  # for a process to measure everything
 
@@ -37,6 +40,7 @@ _LIMIT_S = 900  # for a process to measure everything
 PROGRAM = Path(__file__).with_name("step_program.py")
 
 _OURS = "this"
+_TARGET = "tokens per CPU second, of transformers' continuous batching"
 _CASE = "steps of the executor"
 
 
@@ -65,7 +69,7 @@ class _Peer(NamedTuple):
 )
 def steps_command(timing: Timing, beside: Path | None, vllm: Path | None) -> Findings:
     """CPU time of a step of the executor `transformers`, the longest step while pictures join, and embeddings."""
-    peers = {_OURS: _Peer(ROOT)}
+    peers = {_OURS: _Peer(ROOT), CONTINUOUS: _Peer(ROOT, executor=CONTINUOUS)}
     if beside is not None:
         if not (beside / "shmring").is_dir():  # the shmring that is installed would be measured
             raise click.UsageError(f"{beside} is no checkout of shmring")
@@ -86,7 +90,10 @@ def steps_command(timing: Timing, beside: Path | None, vllm: Path | None) -> Fin
         for what in numbers
     }
     shown = (columns.median("median", float, 1), columns.spread("least, most", float), columns.ratio("this is", _OURS, float))
-    return Findings(mode="steps", tables=[compare(_CASE, ("number", "of"), measured, shown)], coverage=runs.coverage())
+    whole = {what: what for what in measured if what.startswith("all CPU s")}
+    target = Target(_TARGET, "prompts and answers", 0.9, "x", ratios(CONTINUOUS, _OURS, float, whole))  # of its time to ours
+    tables = [compare(_CASE, ("number", "of"), measured, shown)]
+    return Findings(mode="steps", tables=tables, targets=[target.judge(measured)], coverage=runs.coverage())
 
 
 def _measure(peer: _Peer, model: Path) -> dict[str, float]:

@@ -45,27 +45,6 @@ GUARDS = (
         "tests/engine/test_transformers.py::test_many_pictures_are_copied_in_several_steps",
     ),
     Guard(
-        "a weight that an architecture looks at in each step is not packed",
-        "engine/executors/generation.py",
-        "(reason is not None or layer.was_read)",
-        "(reason is not None)",
-        "tests/engine/test_packing.py::test_a_weight_that_the_architecture_looks_at_stays_plain",
-    ),
-    Guard(
-        "packed weights with which a model computes something else are undone",
-        "engine/executors/generation.py",
-        "(reason is not None or layer.was_read)",
-        "layer.was_read",
-        "tests/engine/test_packing.py::test_weights_are_as_before_if_packed_ones_do_not_do",
-    ),
-    Guard(
-        "attention of single tokens reads and writes only rows that are on a shelf",
-        "engine/executors/_attention.c",
-        "place->index < 0 || place->index >= shelf->rows || place->length < 1 || place->length > shelf->capacity",
-        "place->index < 0",
-        "tests/engine/test_single_tokens.py::test_what_is_not_there_is_neither_read_nor_written",
-    ),
-    Guard(
         "the variable of Kubernetes for a service called shmring is not taken for a port",
         "engine/option_table.py",
         'text is not None and text.startswith("tcp://")',

@@ -22,8 +22,7 @@ from elftools.elf.elffile import ELFFile
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "tests/programs/exchange_a_tensor.py"
-OF_TRANSPORT = {path.stem for pattern in ("core/compiled.pyx", "memory/_*.c") for path in ROOT.glob(f"shmring/{pattern}")}
-OF_SHMRING = OF_TRANSPORT | {path.stem for path in ROOT.glob("engine/**/_*.c")}
+COMPILED = {path.stem for pattern in ("core/compiled.pyx", "memory/_*.c") for path in ROOT.glob(f"shmring/{pattern}")}
 LINKED = ("engine", "frontend")  # which are packages of shmring
 COMPILERS = ("*gcc*", "*g++*", "*clang*", "cc", "c++", "c[89]9*", "cpp*", "*-cpp*", "tcc")
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -103,7 +102,7 @@ def exchange(environment: Path, directory: Path, socket_dir: Path) -> dict[str, 
     assert finished.returncode == 0, finished.stderr
     answer = json.loads(finished.stdout)
     assert answer["sum"] == 2 << 20
-    assert {name.rpartition(".")[2] for name in answer["compiled"]} == OF_TRANSPORT
+    assert {name.rpartition(".")[2] for name in answer["compiled"]} == COMPILED
     return answer
 
 
@@ -160,7 +159,7 @@ def test_a_wheel_has_what_runs_and_what_describes_it(distributions: Path) -> Non
         assert files <= names
     assert not [name for name in names if name.endswith((".pyx", ".c", ".h"))]
     objects = compiled_in(wheel)
-    assert {Path(name).name for name in objects} == {f"{name}{SUFFIX}" for name in OF_SHMRING}
+    assert {Path(name).name for name in objects} == {f"{name}{SUFFIX}" for name in COMPILED}
     for name, elf in objects.items():
         check_shared_object(Path(name).name, elf)
 
@@ -263,7 +262,7 @@ def test_the_core_compiles_for_another_processor(tmp_path: Path) -> None:
     assert path.name.endswith("_aarch64.whl")
     check_runs_on_older_systems(path)
     objects = compiled_in(zipfile.ZipFile(path))
-    assert {Path(name).name.partition(".")[0] for name in objects} == OF_SHMRING
+    assert {Path(name).name.partition(".")[0] for name in objects} == COMPILED
     for name, elf in objects.items():
         check_shared_object(Path(name).name, elf)
         assert elf["e_machine"] == "EM_AARCH64"

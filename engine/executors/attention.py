@@ -8,9 +8,8 @@ of the function that transformers would call; :class:`FlatStep` says which token
 Contexts lie on *shelves*. A shelf has room for some contexts of at most so many tokens: on a CPU, 128 of 128, 64 of 256, ...,
 one of 16,384 or more. A context that outgrows its shelf moves to one of twice the length: it alone is copied, and rarely.
 
-Single tokens are computed by code of our own where it can be used (:mod:`.single_tokens`): one call for all of them. Elsewhere,
-those of contexts that lie side by side on one shelf are computed by one call of torch, because calls cost more than reading: a
-context is at least half as long as its shelf, unless it is a short one.
+Single tokens of contexts that lie side by side on one shelf are computed by one call of torch, because calls cost more than
+reading: a context is at least half as long as its shelf, unless it is a short one.
 
 On a CPU, a shelf is memory that the kernel gives when it is first written to and takes back when a context leaves its row: room
 for contexts that never come costs little. Long rows lie in huge pages, which are read faster. An accelerator reserves what it
@@ -35,11 +34,9 @@ import dataclasses
 import math
 import mmap
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-
-from shmring.engine.executors.single_tokens import SingleTokens, can_attend
 
 __all__ = ["ATTENTION", "ContextCache", "FlatStep", "Row", "attend", "refuse_mask"]
 
@@ -187,36 +184,24 @@ class FlatStep:
             A row of None is a sequence that sees itself and leaves nothing. Single tokens of one shelf are computed together if
             they stand side by side, in the order of their rows.
         device: of the model.
+
+    Attributes:
+        parts: what is computed by a call each.
     """
 
     def __init__(self, pieces: Sequence[tuple[Row | None, int]], device: torch.device) -> None:
-        self._pieces = pieces
-        self._device = device
-        self._parts: dict[bool, list[_Part]] = {}
-
-    def parts(self, *, by_torch: bool) -> Sequence[_Part]:
-        """Returns what is computed by a call each."""
-        if by_torch not in self._parts:
-            self._parts[by_torch] = self._divide(by_torch)
-        return self._parts[by_torch]
-
-    def _divide(self, by_torch: bool) -> list[_Part]:
-        parts: list[_Part] = []
+        self.parts: list[_Tokens | _Piece] = []
         column = 0
         together: list[Row] = []
-        single: list[tuple[Row, int]] = []
-        for row, count in [*self._pieces, (None, 0)]:
-            if together and (row is None or count > 1 or _is_far(together[-1], row, self._device)):
-                parts.append(_Tokens(together, column - len(together), self._device))
+        for row, count in [*pieces, (None, 0)]:
+            if together and (row is None or count > 1 or _is_far(together[-1], row, device)):
+                self.parts.append(_Tokens(together, column - len(together), device))
                 together = []
             if count > 1 or (count and row is None):
-                parts.append(_Piece(row, column, count, self._device))
-            elif row is not None and by_torch:
-                together.append(row)
+                self.parts.append(_Piece(row, column, count, device))
             elif row is not None:
-                single.append((row, column))
+                together.append(row)
             column += count
-        return [*parts, SingleTokens(single)] if single else parts
 
 
 def _is_far(row: Row, following: Row, device: torch.device) -> bool:
@@ -250,7 +235,12 @@ class _Tokens:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, output: torch.Tensor
     ) -> None:
-        """Writes what the tokens see, as :meth:`.SingleTokens.attend` does."""
+        """Writes what the tokens see.
+
+        Args:
+            layer: which. query, key, value: of the flat sequence, shape (heads, tokens, head size). scale: of the scores.
+            output: of the flat sequence, shape (tokens, heads, head size).
+        """
         query, key, value = (tensor[:, self._columns] for tensor in (query, key, value))
         keys, values = self._shelf.layer(layer, key, value)
         if self._mask is not None and self._mask.dtype == torch.bool:  # which torch would turn into numbers in each layer
@@ -304,9 +294,6 @@ class _Piece:
         output[self._columns] = seen.flatten(0, 1).transpose(0, 1)
 
 
-_Part: TypeAlias = SingleTokens | _Tokens | _Piece
-
-
 def attend(
     module: Any,
     query: torch.Tensor,
@@ -331,7 +318,7 @@ def attend(
     if flat is None or refused:
         raise NotImplementedError(f"its attention {f'has a {refused[0]}' if refused else 'is not told which step it is in'}")
     output = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
-    for part in flat.parts(by_torch=not can_attend(query[0], key[0], value[0])):
+    for part in flat.parts:
         part.attend(module.layer_idx, query[0], key[0], value[0], scaling, output[0])
     return output, None
 

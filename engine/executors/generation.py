@@ -37,13 +37,9 @@ from typing import Any
 
 import torch
 
-from shmring.core.loggers import logger_of
 from shmring.engine.executors.attention import ATTENTION, ContextCache, FlatStep, Row, attend, refuse_mask
-from shmring.engine.executors.packing import PackedLinear, can_pack, pack
 
 __all__ = ["Context", "LanguageModel", "Prompt"]
-
-logger = logger_of("shmring.engine.executors.generation")
 
 # Logits of a step may differ from those alone by rounding, and errors add up over the layers: bfloat16 has 8 bits. A wrong mask
 # or position is far beyond it.
@@ -349,10 +345,10 @@ class LanguageModel:
 
     @torch.inference_mode()
     def check(self, make_examples: Callable[[], Sequence[Mapping[str, Any]]] = list) -> str | None:
-        """Finds out whether the model takes flat steps, by trying; sets :attr:`flat`. Packs its weights, if it takes that.
+        """Finds out whether the model takes flat steps, by trying; sets :attr:`flat`.
 
-        Short prompts are read alone, as the architecture does it, then with packed weights, and then flat, in pieces and beside
-        each other. Logits and hidden states must be the same, but for rounding.
+        Short prompts are read alone, as the architecture does it, and then flat, in pieces and beside each other. Logits and
+        hidden states must be the same, but for rounding.
 
         Args:
             make_examples: makes prompts to try beside two of text, as of :meth:`prepare`: one with a picture, if the model
@@ -371,8 +367,6 @@ class LanguageModel:
             config = self._model.get_decoder().config
         except Exception as error:  # noqa: BLE001 - a picture that its template does not take, for example
             return reason or f"it can't be tried: {type(error).__name__}: {error}"
-        if self.device.type == "cpu" and can_pack(self.dtype):
-            self._pack(examples, expected)
         if reason is not None:
             return reason
         before = config._attn_implementation
@@ -393,19 +387,6 @@ class LanguageModel:
             config._attn_implementation = before
             door.remove()
         return reason
-
-    def _pack(self, examples: Sequence[Mapping[str, Any]], expected: Sequence[torch.Tensor]) -> None:
-        """Packs the weights (see :mod:`.packing`), but for those that the architecture looks at in each step."""
-        try:
-            pack(self._model)
-            reason = None if self._are_alike(expected, self._try(examples, [])) else "it computes something else with them"
-        except Exception as error:  # noqa: BLE001 - whatever an architecture, or an operator of torch, does not understand
-            reason = f"{type(error).__name__}: {error}"
-        for layer in self._model.modules():
-            if isinstance(layer, PackedLinear) and (reason is not None or layer.was_read):
-                layer.unpack()
-        if reason is not None:
-            logger.info("its weights are not packed: %s", reason)
 
     def _foreseen(self, texts: Sequence[Mapping[str, Any]]) -> str | None:
         """Returns what short prompts do not show."""

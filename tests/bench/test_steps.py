@@ -77,3 +77,11 @@ def test_what_is_no_peer_is_refused(tmp_path: Path) -> None:
 def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(steps.BenchError, match=f"transformers of {steps.ROOT}: ValueError: Unrecognized model"):
         steps._measure(steps._Peer(steps.ROOT), tmp_path)
+
+
+@pytest.mark.slow  # a thread of transformers' own
+def test_transformers_own_batching_writes_as_many_tokens(tmp_path: Path) -> None:
+    path = importlib.import_module("tests.engine.tiny_models").write_tiny_model(tmp_path / "llama", "llama")
+    found = step_program.measure_continuous(str(path), [(9, 1), (40, 3)], 5)
+    assert list(found) == ["all CPU s, 9 x 1 + 5", "all CPU s, 40 x 3 + 5"]
+    assert all(seconds > 0 for seconds in found.values())

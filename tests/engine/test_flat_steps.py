@@ -192,7 +192,7 @@ def test_contexts_far_apart_on_a_shelf_are_computed_as_alone() -> None:
     query = torch.randn(1, heads, len(kept), size, generator=generator)
     key, value = (torch.randn(1, shared, len(kept), size, generator=generator) for _ in range(2))
     step = attention.FlatStep([(row, 1) for row in kept], torch.device("cpu"))
-    assert [part._columns for part in step.parts(by_torch=True)] == [slice(0, 2), slice(2, 5), slice(5, 6)]
+    assert [part._columns for part in step.parts] == [slice(0, 2), slice(2, 5), slice(5, 6)]
 
     class Layer:
         layer_idx = 0
