@@ -4,9 +4,9 @@ A request passes these steps in order. A request that waits for one step holds n
 
 1. Its body is read (:mod:`shmring.frontend.bodies`). A slow body keeps nobody waiting.
 2. It takes a *place* among the requests in flight, and keeps it to its end: ``max_concurrent_requests``. A stream may end
-   minutes later.
-3. If its media files are large, it takes a *turn* once they have arrived: ``max_concurrent_media``. When all media are in the
-   slab and the request is about to be sent to the engine, it gives back the turn and the body's memory.
+   minutes later. Callers share the places (:mod:`shmring.frontend.places`).
+3. If its media files are large, it takes a *turn* once they have arrived: ``max_concurrent_media``, shared likewise. When all
+   media are in the slab and the request is about to be sent to the engine, it gives back the turn and the body's memory.
 4. If it has media, it takes memory to decode them into (:mod:`shmring.frontend.decoded_memory`), and then a slot to copy them
    to.
 
@@ -30,47 +30,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shmring.frontend.bodies import BodyReader, BodyShare, HungUp
 from shmring.frontend.callers import caller, caller_of, on_hang_up
-from shmring.frontend.errors import aborted, unavailable
+from shmring.frontend.errors import aborted
+from shmring.frontend.places import Places
 from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["Admission", "AdmissionMiddleware", "Admitted", "admitted_of"]
-
-
-class _Line:
-    """Requests that wait for a place or a turn: bounded in number and in time."""
-
-    def __init__(self, settings: FrontendSettings) -> None:
-        self._max_waiting = settings.max_queued_requests
-        self._timeout_s = settings.queue_timeout_s
-        self._waiting = 0
-
-    def check_length(self, semaphore: asyncio.Semaphore) -> None:
-        """Refuses a request if it would have to wait and too many wait already.
-
-        Raises:
-            ApiError: 503.
-        """
-        if self._waiting >= self._max_waiting and semaphore.locked():
-            raise unavailable("too many requests are waiting", "overloaded")
-
-    async def acquire(self, semaphore: asyncio.Semaphore) -> None:
-        """Waits for a place or a turn.
-
-        Raises:
-            ApiError: too many wait already, or it did not come in time.
-        """
-        if not semaphore.locked():
-            await semaphore.acquire()  # at once
-            return
-        self.check_length(semaphore)
-        self._waiting += 1
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await semaphore.acquire()
-        except TimeoutError:
-            raise unavailable(f"the request's turn did not come within {self._timeout_s:g} s", "overloaded") from None
-        finally:
-            self._waiting -= 1
 
 
 class Admitted:
@@ -78,6 +42,7 @@ class Admitted:
 
     Attributes:
         name: of the request, as operators name it.
+        caller: whose it is.
         arrived_at: when all of its body was there, as a time of ``time.monotonic()``.
         deadline: when its last byte must have been sent, as a time of the loop's clock.
         body_share: what its body takes of the memory for bodies.
@@ -87,8 +52,9 @@ class Admitted:
         task: that handles it; None: none does.
     """
 
-    def __init__(self, name: str, line: _Line, turns: asyncio.Semaphore, body_share: BodyShare) -> None:
+    def __init__(self, name: str, who: str, turns: Places, body_share: BodyShare) -> None:
         self.name = name
+        self.caller = who
         self.is_prepared = False
         self.task: asyncio.Task[Any] | None = None
         self._ended_by: Callable[[], Exception] | None = None
@@ -97,7 +63,6 @@ class Admitted:
         self.body_share = body_share
         self.long_texts: dict[str, bytearray] = {}
         self.has_turn = False
-        self._line = line
         self._turns = turns
 
     async def take_turn(self) -> None:
@@ -107,7 +72,7 @@ class Admitted:
             ApiError: its turn does not come.
         """
         if not self.has_turn:
-            await self._line.acquire(self._turns)
+            await self._turns.take(self.caller)
             self.has_turn = True
 
     def release_turn(self) -> None:
@@ -116,7 +81,7 @@ class Admitted:
         self.body_share.release()
         if self.has_turn:
             self.has_turn = False
-            self._turns.release()
+            self._turns.give_back(self.caller)
 
     def hang_up(self) -> None:
         """Its caller has gone."""
@@ -176,14 +141,14 @@ class Admission:
     def __init__(self, settings: FrontendSettings) -> None:
         self._request_timeout_s = settings.request_timeout_s
         self._bodies = BodyReader(settings)
-        self._line = _Line(settings)
-        self._places = asyncio.Semaphore(settings.max_concurrent_requests)
-        self._turns = asyncio.Semaphore(settings.max_concurrent_media)
+        waiting = settings.max_queued_requests, settings.queue_timeout_s
+        self._places = Places(settings.max_concurrent_requests, *waiting)
+        self._turns = Places(settings.max_concurrent_media, *waiting)
         self._requests: set[Admitted] = set()
 
-    def new_request(self, name: str = "") -> Admitted:
-        """Returns a request that has taken nothing yet."""
-        return Admitted(name, self._line, self._turns, BodyShare(self._bodies.memory))
+    def new_request(self, name: str = "", who: str = "") -> Admitted:
+        """Returns a request of a caller that has taken nothing yet."""
+        return Admitted(name, who, self._turns, BodyShare(self._bodies.memory))
 
     def abort(self, names: Collection[str]) -> int:
         """Ends the requests of these names that are not ready for the engine, for an operator; returns how many there were."""
@@ -198,11 +163,12 @@ class Admission:
                 has ended it.
         """
         nbytes = self._bodies.check_head(scope)
-        self._line.check_length(self._places)  # before anything is read
         state = scope.setdefault("state", {})
-        admitted = state["admitted"] = self.new_request(state.get("request_id", ""))
+        who = caller_of(scope)
+        self._places.check(who)  # before anything is read
+        admitted = state["admitted"] = self.new_request(state.get("request_id", ""), who)
         admitted.task = asyncio.current_task()
-        caller.set(caller_of(scope))
+        caller.set(who)
         self._requests.add(admitted)
         try:
             on_hang_up(receive, admitted.hang_up)
@@ -229,12 +195,12 @@ class Admission:
         body = [read]  # so the code that removes it can let go of it
         del read
         admitted.arrived_at = time.monotonic()
-        await self._line.acquire(self._places)
+        await self._places.take(admitted.caller)
         try:
             admitted.deadline = asyncio.get_running_loop().time() + self._request_timeout_s
             await app(scope, _replay(body), send)
         finally:
-            self._places.release()
+            self._places.give_back(admitted.caller)
 
 
 def _replay(body: list[bytes]) -> Receive:

@@ -16,9 +16,11 @@ from shmring.frontend.settings import FrontendSettings
 class Caller:
     """One request: what it sends, and what it gets."""
 
-    def __init__(self, *chunks: bytes, headers: dict[bytes, bytes] | None = None, complete: bool = True) -> None:
+    def __init__(
+        self, *chunks: bytes, headers: dict[bytes, bytes] | None = None, complete: bool = True, address: str = "192.0.2.1"
+    ) -> None:
         all_headers = {b"content-type": b"application/json"} | (headers or {})
-        self.scope: Any = {"type": "http", "path": "/", "headers": list(all_headers.items())}
+        self.scope: Any = {"type": "http", "path": "/", "headers": list(all_headers.items()), "client": (address, 1)}
         self.received: list[Any] = []
         self.receives = 0
         self._on_hang_up: Callable[[], None] | None = None
@@ -291,6 +293,35 @@ async def test_a_turn_and_the_memory_of_a_body_are_given_back_once() -> None:
     second.release_turn()
     await waiting
     third.release_turn()
+
+
+async def test_callers_share_the_places_and_not_their_requests(run: Run, eventually: Any) -> None:
+    admission, handler = Admission(FrontendSettings(max_concurrent_requests=2)), Handler(proceed=False)
+    many = [run(admission, Caller(b"many"), handler) for _ in range(10)]
+    await eventually(lambda: handler.running == 2)
+    few = [run(admission, Caller(b"few", address="192.0.2.2"), handler) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    handler.proceed.set()
+    await asyncio.gather(*many, *few)
+    assert handler.bodies.index(b"few") == 2, "though eight others came before"
+    assert handler.bodies[:5].count(b"few") == 2
+
+
+async def test_whoever_fills_the_line_keeps_no_other_caller_out(run: Run, eventually: Any) -> None:
+    admission = Admission(FrontendSettings(max_concurrent_requests=1, max_queued_requests=3))
+    handler = Handler(proceed=False)
+    many = [run(admission, Caller(b"many"), handler) for _ in range(4)]
+    await eventually(lambda: handler.running == 1)
+    few = run(admission, Caller(b"few", address="192.0.2.2"), handler)
+    error = await refusal(many.pop())
+    assert (error.status, error.code) == (503, "overloaded")
+    assert "yours" in str(error)
+    assert (await refusal(run(admission, Caller(b"more"), handler))).code == "overloaded"
+    handler.proceed.set()
+    await asyncio.gather(few, *many)
+    assert sorted(handler.bodies) == [b"few", b"many", b"many", b"many"]
+    places = admission._places
+    assert (places._free, places._count, places._waiting, dict(places._taken), places._last_turn) == (1, 0, {}, {}, {})
 
 
 async def test_too_many_that_wait_are_a_503_at_once(run: Run, eventually: Any) -> None:

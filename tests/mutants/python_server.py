@@ -323,23 +323,44 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "frontend/admission.py",
+        "frontend/places.py",
         (
             "who has waited in vain still counts as waiting",
-            "        finally:\n            self._waiting -= 1",
-            "        else:\n            self._waiting -= 1",
+            "            else:\n                self._leave(who, granted)",
+            "            else:\n                pass",
             "tests/frontend/test_admission.py::test_whoever_has_waited_in_vain_waits_no_longer",
         ),
         (
+            "any number of requests waits",
+            "if not self._free and self._count >= self._max_waiting and len",
+            "if False and len",
+            "tests/frontend/test_admission.py::test_too_many_that_wait_are_a_503_at_once",
+        ),
+        (
+            "places are given in order of arrival, whoever has them",
+            "key=lambda caller: (self._taken[caller], self._last_turn.get(caller, 0))",
+            "key=lambda caller: 0",
+            "tests/frontend/test_admission.py::test_callers_share_the_places_and_not_their_requests",
+        ),
+        (
+            "a full line grows",
+            "            self._refuse_last(self._most()[0])\n",
+            "            pass\n",
+            "tests/frontend/test_admission.py::test_whoever_fills_the_line_keeps_no_other_caller_out",
+        ),
+    ),
+    *faults_in(
+        "frontend/admission.py",
+        (
             "a request that is over keeps its place",
-            "        finally:\n            self._places.release()",
+            "        finally:\n            self._places.give_back(admitted.caller)",
             "        finally:\n            pass",
             "tests/frontend/test_admission.py::test_hanging_up_ends_what_waits_for_a_place",
         ),
         (
             "a turn is given back twice",
-            "            self.has_turn = False\n            self._turns.release()",
-            "            self._turns.release()",
+            "            self.has_turn = False\n            self._turns.give_back(self.caller)",
+            "            self._turns.give_back(self.caller)",
             "tests/frontend/test_admission.py::test_a_turn_and_the_memory_of_a_body_are_given_back_once",
         ),
         (
@@ -347,12 +368,6 @@ FAULTS = (
             "        self.body_share.release()\n        if self.has_turn",
             "        if self.has_turn",
             "tests/frontend/test_admission.py::test_a_turn_and_the_memory_of_a_body_are_given_back_once",
-        ),
-        (
-            "any number of requests waits",
-            "if self._waiting >= self._max_waiting and semaphore.locked():",
-            "if False:",
-            "tests/frontend/test_admission.py::test_too_many_that_wait_are_a_503_at_once",
         ),
         (
             "a cancellation by the server is taken for its caller's hanging up",
