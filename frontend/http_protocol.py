@@ -10,7 +10,8 @@ bounded, and all requests learn of the end. So no work is done for a caller that
 
 The protocol also refuses requests that RFC 9112 tells servers to refuse but the parser accepts, because a proxy in front may
 read them differently: a request of HTTP/1.1 without a ``Host`` or with two, and transfer codings other than ``chunked``.
-Upgrades (WebSocket, h2c) are ignored: the request is answered without the upgrade, and the connection ends.
+Upgrades (WebSocket, h2c) are ignored (RFC 9110, 7.8): the request is answered as if its head had no ``Upgrade``. The parser
+takes the body of such a request for another protocol. So a new parser is given the head once more, without that header.
 
 Of requests that are sent ahead, a bounded number is read. The last of these is answered with ``connection: close``, and later
 ones are dropped, as HTTP allows.
@@ -23,7 +24,12 @@ machine the reset is there at once, and no work is done for a caller that has go
 ``close_notify`` with their own at once, whatever ``eof_received`` returns.
 
 The bytes that the parser gets are counted from the last progress: a complete head, a part of a body, or the end of a message.
-The bytes of a head and of trailers are also counted as they were parsed.
+The bytes of a head and of trailers are also counted as they were parsed, and so are headers and chunks: each costs a
+microsecond, however short it is. How much is parsed in a turn of the loop is bounded as well
+(:mod:`shmring.frontend.parsing_turns`).
+
+After a refusal, what the caller still sends is read and dropped for a while. If the connection ended at once, the caller would
+see a reset, and not the reason.
 """
 
 from __future__ import annotations
@@ -46,12 +52,17 @@ from shmring.core.loggers import logger_of
 from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import ApiError
 from shmring.frontend.http_cycle import Cycle
+from shmring.frontend.parsing_turns import FEW_LINES, SLICE_NBYTES, Flow, ParsingTurns
 
 __all__ = ["BoundedHttpProtocol"]
 
 logger = logger_of("frontend.http")
 
 _MAX_OVERHEAD_NBYTES = 64 << 10  # of a head, a chunk's extension or a trailer; a head takes 1 to 8 KB, with large cookies 16
+_MAX_FIELDS = 256  # of a head and its trailers; browsers and proxies send ten to sixty
+# Programs write a body piece by piece, and some of these are short: what json.JSONEncoder.iterencode yields, for example.
+_FREE_CHUNKS = 1024
+_LEAST_CHUNK_NBYTES = 64  # of the others, on average: with less, parsing takes longer than sending
 _READ_NBYTES = 256 << 10  # what uvloop reads at a time; progress may lie at the front of it
 _MAX_PIPELINED = 16  # requests behind the one that is being answered; clients that do this at all send a few
 _HEAD_TIMEOUT_S = 30.0  # for a head to arrive, on a slow mobile network too
@@ -62,6 +73,7 @@ _FIELD_NBYTES = 4  # of a header beside its name and its value: a colon, a space
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _EARLY_S = 0.001  # a loop's timer may go off too early by this much
 _IDLE_GRACE_S = 1.0  # for a caller that sends a request on an open connection just when the server is told to end
+_DROPPED_NBYTES = 1 << 20  # read after a refusal: what its caller had on the way, and some more
 _LINGER_S = 5.0  # for the caller to read the last of an answer after the connection was given up
 
 
@@ -76,18 +88,35 @@ def _too_large() -> _RefusedHead:
     return _RefusedHead(431, f"a request's head takes more than {_MAX_OVERHEAD_NBYTES} bytes", "head_too_large")
 
 
-def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> None:
+def _too_many_fields() -> _RefusedHead:
+    return _RefusedHead(431, f"a request's head has more than {_MAX_FIELDS} headers", "head_too_large")
+
+
+def _chunks_too_small() -> _RefusedHead:
+    message = (
+        f"beyond {_FREE_CHUNKS} chunks, the chunks of a body must have {_LEAST_CHUNK_NBYTES} bytes or more on average; "
+        "send larger chunks, or a Content-Length"
+    )
+    return _RefusedHead(400, message, "chunks_too_small")
+
+
+def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> int:
     """Makes the checks that the parser leaves to servers (RFC 9112, 3.2 and 6.1).
+
+    Returns:
+        The length of the body as far as the head says it; 0: it does not.
 
     Raises:
         _RefusedHead: where the request ends, or whom it is for, could be read in two ways.
     """
-    hosts, codings = [], []
+    hosts, codings, length = [], [], b"0"
     for name, value in headers:
         if name == b"host":
             hosts.append(value)
         elif name == b"transfer-encoding":
             codings += [coding.strip().lower() for coding in value.split(b",")]
+        elif name == b"content-length":
+            length = value
     if len(hosts) > 1 or (not hosts and version != "1.0"):
         raise _RefusedHead(400, f"a request must have one Host header, this one has {len(hosts)}", "invalid_host")
     if hosts and not _HOST.fullmatch(hosts[0]):
@@ -96,6 +125,7 @@ def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> None:
         raise _RefusedHead(501, "the only Transfer-Encoding that is accepted is chunked", "unknown_transfer_coding")
     if len(codings) > 1 or (codings and version == "1.0"):
         raise _RefusedHead(400, "chunked must be the only Transfer-Encoding, once, of HTTP/1.1", "invalid_transfer_coding")
+    return int(length)  # the parser has refused others than numbers
 
 
 class _TooManyAhead(Exception):
@@ -108,6 +138,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     Args:
         headers_for: returns the CORS headers of a refusal.
         is_ending: returns whether the server was told to end.
+        turns: of the connections that have sent much; one for all connections of a loop.
         arguments, keywords: uvicorn's.
     """
 
@@ -116,14 +147,22 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         *arguments: Any,
         headers_for: HeadersFor = lambda _: [],
         is_ending: Callable[[], bool] = lambda: False,
+        turns: ParsingTurns | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__(*arguments, **keywords)
         self._headers_for = headers_for
         self._is_ending = is_ending
+        self._turns = ParsingTurns() if turns is None else turns
         self._overhead_nbytes = 0
         self._head_nbytes = 0
-        self._is_full = False  # nothing more is read
+        self._chunks = 0
+        self._body_nbytes = 0
+        self._announced_nbytes = 0  # of the body; 0: it is not said
+        self._price = 0  # parts of requests that began
+        self._unparsed: memoryview | None = None  # what waits for its turn
+        self._is_full = False  # nothing more is taken
+        self._is_refused = False  # the last answer was sent
         self._half_closed = False
         self._lost = False
         self._in_head = False
@@ -135,6 +174,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base has it
         """Begins to wait for the first head."""
         super().connection_made(transport)
+        self._flow = self.flow = Flow(transport)
         self._socket = transport.get_extra_info("socket")
         self._is_tls = transport.get_extra_info("sslcontext") is not None
         self._polled = select.poll()
@@ -146,6 +186,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tells all requests that the connection ended, and drops unanswered ones, which only the collector would find."""
         self._lost = True
+        self._unparsed = None
         self._unset_keepalive_if_required()
         self._head_came()
         self.resume_writing()
@@ -156,28 +197,66 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             running.hang_up()
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser, unless the peer has sent too much without progress."""
-        if self.transport.is_closing() or self._is_full:
+        """Parses what came, or has it parsed in its turn if it may take long."""
+        if self.transport.is_closing():
             return
+        if self._is_full:
+            self._overhead_nbytes += len(data)
+            if self._is_refused and self._overhead_nbytes > _DROPPED_NBYTES:
+                self._abort()
+            return
+        if self._unparsed is None and (len(data) <= self._left_nbytes or data.count(b"\n") <= FEW_LINES):
+            self._parse(data)
+            return
+        if self._unparsed is None:
+            self._flow.fall_behind()
+            self._turns.join(self)
+            self._unparsed = memoryview(data)
+        else:  # TLS may have had more in hand than it was asked for
+            self._unparsed = memoryview(bytes(self._unparsed) + data)
+
+    @property
+    def _left_nbytes(self) -> int:
+        """How much of the body is still to come, as far as its head has said that. The parser takes this in one piece."""
+        return self._announced_nbytes - self._body_nbytes
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are bytes that wait to be parsed."""
+        return self._unparsed is not None
+
+    def parse_slice(self) -> int:
+        """Parses some of the bytes that wait."""
+        if self._unparsed is None or self.transport.is_closing():
+            self._unparsed = None
+            return 0
+        before = self._price
+        nbytes = max(SLICE_NBYTES, self._left_nbytes)
+        piece, rest = self._unparsed[:nbytes], self._unparsed[nbytes:]
+        self._unparsed = rest or None
+        self._parse(piece)
+        if self._unparsed is None and not self._lost:
+            self._flow.catch_up()
+        return 1 + self._price - before
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Feeds the parser, unless the peer has sent too much without progress."""
         self._overhead_nbytes += len(data)
         if self._is_ending():
             self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            logger.info("%s asked for an upgrade, which this server has none of", self._peer)
-            self.cycle.keep_alive = False  # the next bytes may be another protocol
+            self._feed(data)
         except httptools.HttpParserCallbackError as error:
             cause = error.__context__  # a refusal of ours, or a URL that can't be taken apart
             if isinstance(cause, _TooManyAhead):
-                self._is_full = True
+                self._take_no_more()
                 self.pipeline[0][0].keep_alive = False  # the newest; it ends the connection
                 return
             refusal = _RefusedHead(400, f"the request can't be read: {cause!r}", "invalid_http")
             self._refuse(cause if isinstance(cause, _RefusedHead) else refusal)
         except httptools.HttpParserError as error:
             self._refuse(_RefusedHead(400, f"this is not HTTP: {error}", "invalid_http"))
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_full:
             return
         if self._overhead_nbytes > _MAX_OVERHEAD_NBYTES + _READ_NBYTES:
             self._refuse(_too_large())
@@ -186,12 +265,37 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._may_wait and self._poll() & select.POLLRDHUP:  # asyncio says so in the next turn, when the body is decoded
             self._end_if_gone()
 
+    def _feed(self, data: bytes | memoryview) -> None:
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                [parsed_nbytes] = upgrade.args
+                logger.info("%s asked for an upgrade, which this server has none of", self._peer)
+                data = self._head_without_upgrade() + bytes(data[parsed_nbytes:])
+                self.parser = httptools.HttpRequestParser(self)  # the other one may take the connection for ended
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode("ascii")
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"\r\n".join((*lines, b"", b""))
+
+    def _take_no_more(self) -> None:
+        """Drops whatever the caller still sends."""
+        self._is_full = True
+        self._overhead_nbytes = 0
+        self._unparsed = None
+
     def on_message_begin(self) -> None:
         """A request begins."""
         if len(self.pipeline) >= _MAX_PIPELINED:
             raise _TooManyAhead
         super().on_message_begin()
-        self._head_nbytes = 0
+        self._head_nbytes = self._chunks = self._body_nbytes = self._announced_nbytes = 0
+        self._price += 1
         self._in_head = True  # most heads come whole, and need no timer
         self._head_came()
 
@@ -204,9 +308,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One of its headers, or of its trailers."""
+        self._price += 1
         self._head_nbytes += len(name) + len(value) + _FIELD_NBYTES
         if self._head_nbytes > _MAX_OVERHEAD_NBYTES:
             raise _too_large()
+        if len(self.headers) >= _MAX_FIELDS:
+            raise _too_many_fields()
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -214,10 +321,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Its head is complete."""
+        if self.parser.get_method() == b"CONNECT":
+            raise _RefusedHead(400, "CONNECT is for proxies, and this is none", "invalid_http")
+        if self.parser.should_upgrade():
+            return  # this head comes once more
         self._overhead_nbytes = 0
         self._in_head = False
         self._head_came()
-        _check_head(self.parser.get_http_version(), self.headers)
+        self._announced_nbytes = _check_head(self.parser.get_http_version(), self.headers)
         super().on_headers_complete()
         cycle = self.cycle
         cycle.__class__ = Cycle  # uvicorn can't be told of it; the request's task runs later
@@ -229,9 +340,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self.flow.resume_reading()
 
+    def on_chunk_header(self) -> None:
+        """A chunk of its body begins."""
+        self._price += 1
+        self._chunks += 1
+        if self._chunks > _FREE_CHUNKS + self._body_nbytes // _LEAST_CHUNK_NBYTES:
+            raise _chunks_too_small()
+
     def on_body(self, body: bytes) -> None:
         """A part of its body came."""
         self._overhead_nbytes = 0
+        self._body_nbytes += len(body)
         so_far: Any = self.cycle.body
         if not so_far:
             self.cycle.body = b""  # type: ignore[assignment]  # it becomes this part itself, where a bytearray would copy it
@@ -241,6 +360,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """All of it came."""
+        if self.parser.should_upgrade():
+            return
         self._overhead_nbytes = 0
         super().on_message_complete()
         if self._running is self.cycle:
@@ -382,13 +503,28 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Sends the error in OpenAI's envelope, and ends the connection."""
         running = self._running
         if running is None or running.response_complete:
-            self._send_refusal(refusal)
+            self._send_last(refusal)
         elif running is self.cycle and running.more_body and not running.response_started:  # its own body is bad
             running.hang_up()
-            self._send_refusal(refusal)
-        # Otherwise it would stand before, or within, the answer to an earlier request.
-        self._end()
+            self._send_last(refusal)
+        else:  # it would stand before, or within, the answer to an earlier request
+            self._end()
         logger.warning("a bad request of %s was refused: %s", self._peer, refusal)
+
+    def _send_last(self, refusal: _RefusedHead) -> None:
+        """Sends it, ends our half of the connection, and drops what the caller still sends until it has seen that."""
+        self._send_refusal(refusal)
+        if not self.transport.can_write_eof():  # TLS
+            self._end()
+            return
+        self._is_refused = True
+        self._head_came()
+        self._take_no_more()
+        self.pipeline.clear()
+        self.transport.write_eof()
+        self._flow.catch_up()
+        self._flow.resume_reading()
+        self.loop.call_later(_LINGER_S, self._abort)
 
     def _send_refusal(self, refusal: _RefusedHead) -> None:
         body = msgspec.json.encode(refusal.envelope())

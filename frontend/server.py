@@ -21,6 +21,7 @@ from shmring.core.loggers import logger_of
 from shmring.engine.supervision import DRAIN_SIGNAL, Stop, stop_signals
 from shmring.frontend.app import Application
 from shmring.frontend.http_protocol import BoundedHttpProtocol
+from shmring.frontend.parsing_turns import ParsingTurns
 from shmring.frontend.settings import TlsSettings
 
 __all__ = ["Server"]
@@ -81,7 +82,10 @@ class Server(uvicorn.Server):
                 host=host,
                 port=port,
                 http=functools.partial(  # type: ignore[arg-type]  # it is called
-                    BoundedHttpProtocol, headers_for=app.headers_for, is_ending=self._signals.told.is_set
+                    BoundedHttpProtocol,
+                    headers_for=app.headers_for,
+                    is_ending=self._signals.told.is_set,
+                    turns=ParsingTurns(),
                 ),
                 ws="none",
                 lifespan="on",

@@ -24,6 +24,7 @@ LATE = asyncio.Event()
 TOLD: list[int] = []  # sizes of the bodies of /gone
 WATCHED: list[str] = []  # paths of /watched requests
 CALLED: list[str] = []  # of those, whose callers hung up
+PIECES: list[int] = []  # sizes of the pieces in which bodies came
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -40,6 +41,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     while more:
         message = await receive()
         nbytes += len(message.get("body", b""))
+        PIECES.append(len(message.get("body", b"")))
         more = message.get("more_body", False)
     if scope["path"] == "/never":
         await asyncio.Event().wait()
@@ -158,7 +160,7 @@ async def test_a_head_that_is_too_large_gets_an_answer(port: int) -> None:
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "head_too_large"
 
 
-@pytest.mark.parametrize("head", [b"x-long: " + b"a" * 70_000, b"x: y\r\n" * 12_000, b"x-long: " + b"a" * 200_000])
+@pytest.mark.parametrize("head", [b"x-long: " + b"a" * 70_000, b"x-long: " + b"a" * 200_000])
 async def test_a_head_is_refused_from_the_limit_on_that_the_error_names(port: int, head: bytes) -> None:
     """Also if all of it comes at once."""
     request = HEAD + head.removesuffix(b"\r\n") + b"\r\ncontent-length: 0\r\n" + CLOSE + b"\r\n"
@@ -169,6 +171,14 @@ async def test_a_head_is_refused_from_the_limit_on_that_the_error_names(port: in
     assert (
         await exchange(port, HEAD + b"x-long: " + b"a" * 60_000 + b"\r\n" + CLOSE + b"content-length: 0\r\n\r\n")
     ).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_head_has_a_number_of_headers(port: int) -> None:
+    """Each costs something, however short it is."""
+    for count, status in ((200, 200), (257, 431), (12_000, 431)):
+        answer = await exchange(port, HEAD + b"x: y\r\n" * count + b"content-length: 0\r\n" + CLOSE + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert b"more than 256 headers" in answer
 
 
 async def test_who_speaks_http_1_0_gets_no_chunks(port: int) -> None:
@@ -531,12 +541,109 @@ async def test_a_bad_request_is_logged_with_its_peer_and_reason(port: int, caplo
     assert second == "a bad request of 127.0.0.1 was refused: a request must have one Host header, this one has 0"
 
 
-async def test_an_upgrade_is_ignored_and_no_log_line_says_to_install_anything(
+UPGRADES = {
+    "h2c": b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n",
+    "websocket": b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: AA==\r\n",
+    "Upgrade alone": b"upgrade: h2c\r\n",
+}
+
+
+@for_each("upgrade", UPGRADES.values(), ids=UPGRADES)
+async def test_an_upgrade_is_ignored_and_its_request_is_answered_with_its_body(port: int, upgrade: bytes) -> None:
+    """As Java's HttpClient and ``curl --http2`` send it; the connection goes on, and requests behind it are read as before."""
+    whole = HEAD + upgrade + b"content-length: 5\r\n\r\nhello"
+    chunked = HEAD + b"transfer-encoding: chunked\r\n" + upgrade + b"\r\n3\r\nhel\r\n4\r\nlo!!\r\n0\r\n\r\n"
+    empty = b"GET / HTTP/1.1\r\nhost: x\r\n" + upgrade + b"\r\n"
+    last = b"GET / HTTP/1.1\r\nhost: x\r\n" + CLOSE + b"\r\n"
+    together = whole + chunked + empty + whole + last
+    expected = [b"5", b"7", b"0", b"5", b"0"]
+    for pieces in ([together], [bytes([byte]) for byte in together], [together[:150], together[150:]]):
+        answers = await exchange(port, *pieces)
+        assert [part.partition(b"\r\n\r\n")[2] for part in answers.split(b"HTTP/1.1 200 OK\r\n")[1:]] == expected
+        assert answers.count(CLOSE) == 1
+
+
+async def test_an_upgrade_makes_no_way_around_the_checks_of_heads(port: int) -> None:
+    upgrade = HEAD + UPGRADES["h2c"]
+    assert await refusal_of(port, b"GET / HTTP/1.1\r\n" + UPGRADES["h2c"] + b"\r\n") == (400, "invalid_host")
+    assert await refusal_of(port, upgrade + b"host: y\r\n\r\n") == (400, "invalid_host")
+    both = b"transfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n0\r\n\r\n"
+    assert await refusal_of(port, upgrade + both) == (400, "invalid_http")
+    assert await refusal_of(port, upgrade + b"transfer-encoding: chunked\r\n\r\nno size\r\n") == (400, "invalid_http")
+
+
+async def test_an_upgrade_is_a_line_of_the_log_that_says_nothing_about_installing(
     port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    upgrade = b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: AA==\r\n\r\n"
     with caplog.at_level("INFO"):
-        answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\n" + upgrade)
+        answer = await exchange(port, b"GET / HTTP/1.1\r\nhost: x\r\n" + CLOSE + UPGRADES["websocket"] + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 200")
     messages = [record.getMessage() for record in caplog.records if record.name != "uvicorn.access"]
     assert messages == ["127.0.0.1 asked for an upgrade, which this server has none of"]
+
+
+# -- chunks -----------------------------------------------------------------------------------------------------------------
+
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n" + CLOSE + b"\r\n"
+
+
+def chunks(count: int, nbytes: int) -> bytes:
+    return b"%x\r\n%s\r\n" % (nbytes, b"x" * nbytes) * count
+
+
+@for_each(
+    ("body", "status"),
+    [
+        (chunks(1000, 1), b"200"),
+        (chunks(50_000, 1), b"400"),
+        (chunks(200_000, 64), b"200"),
+        (chunks(200_000, 32), b"400"),
+        (chunks(10, 100_000) + chunks(10_000, 1), b"200"),
+        (chunks(10, 100_000) + chunks(100_000, 1), b"400"),
+    ],
+    ids=[
+        "some short ones",
+        "of one byte",
+        "short ones",
+        "too short ones",
+        "short ones behind long ones",
+        "too many behind long ones",
+    ],
+)
+async def test_chunks_have_a_price(port: int, body: bytes, status: bytes) -> None:
+    """Whoever sends too many short ones gets the reason, and no reset, though most of what it has sent was not read."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(CHUNKED + body + b"0\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(), 20)
+    assert answer.split(b" ")[1] == status
+    if status == b"400":
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "chunks_too_small"
+    writer.close()
+
+
+@pytest.mark.both_loops
+async def test_a_turn_of_the_loop_parses_some_of_what_came_and_the_others_come_between(port: int) -> None:
+    PIECES.clear()
+    answer = await exchange(port, CHUNKED + chunks(20_000, 64) + b"0\r\n\r\n")
+    assert answer.endswith(b"\r\n\r\n%d" % (20_000 * 64))
+    assert max(PIECES) < 40_000, "a few hundred chunks in a turn"
+
+
+@pytest.mark.both_loops
+@pytest.mark.parametrize("path", [b"/", b"/late"])
+async def test_a_body_of_many_lines_comes_whole(port: int, path: bytes) -> None:
+    LATE.set()
+    body = b"[1,\n2]" * 500_000
+    head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n" % (path, len(body))
+    answers = await exchange(port, head + b"\r\n" + body + head + CLOSE + b"\r\n" + body)
+    assert answers.count(b"\r\n\r\n%d" % len(body)) == 2
+
+
+async def test_a_caller_who_has_gone_leaves_nothing_behind_that_is_parsed(server: uvicorn.Server, port: int) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(CHUNKED + chunks(20_000, 64))
+    await writer.drain()
+    writer.transport.abort()
+    async with asyncio.timeout(20):
+        while server.server_state.connections:
+            await asyncio.sleep(0)
