@@ -18,9 +18,11 @@ Serving Large Language Models" (2024), which counts tokens where seconds are mea
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
 from collections import Counter
 
-__all__ = ["Accounts"]
+__all__ = ["Accounts", "Caller"]
 
 #: Seconds of steps that a newcomer may use before the others: it is answered at once, beside whoever was there before.
 _CREDIT_S = 0.1
@@ -29,6 +31,21 @@ _MAX_DEBTORS = 1024  # owners without requests: callers may come from any number
 
 _WINDOW_S = 60.0  # of what is told to people
 _TOLD, _MAX_TOLD = 10, 4096  # owners that are told of, and among which they are found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caller:
+    """What people are told of an owner.
+
+    Attributes:
+        owner: who.
+        seconds: of steps that its requests took in the last minute, about.
+        requests: that it has now.
+    """
+
+    owner: str
+    seconds: float
+    requests: int
 
 
 class Accounts:
@@ -78,15 +95,18 @@ class Accounts:
         if owner in recent or len(recent) < _MAX_TOLD:
             recent[owner] = recent.get(owner, 0.0) + seconds
 
-    def most_recent(self, now: float) -> dict[str, float]:
-        """Returns who has used most in the last minute, and how many seconds: a few owners, the first one most."""
+    def describe(self, now: float) -> list[Caller]:
+        """Returns who has used most in the last minute and who has most requests: a few owners, who has used most first."""
         window, elapsed_s = divmod(now, _WINDOW_S)
         present, before = self._recent
         if window != self._window:
             present, before = {}, present if window == self._window + 1 else {}
         share = 1 - elapsed_s / _WINDOW_S
         seconds = {owner: present.get(owner, 0.0) + share * before.get(owner, 0.0) for owner in present.keys() | before.keys()}
-        return dict(sorted(seconds.items(), key=lambda item: -item[1])[:_TOLD])
+        owners = set(heapq.nlargest(_TOLD, seconds, key=seconds.__getitem__))
+        owners.update(owner for owner, _ in self._requests.most_common(_TOLD))
+        callers = [Caller(owner, seconds.get(owner, 0.0), self._requests[owner]) for owner in owners]
+        return sorted(callers, key=lambda caller: (-caller.seconds, -caller.requests, caller.owner))
 
     def _forgive(self) -> None:
         """Forgets the debts of those who have gone, unless they are few and others have less."""

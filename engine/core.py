@@ -29,6 +29,7 @@ import shmring
 from shmring.core.loggers import logger_of
 from shmring.door import seconds_of
 from shmring.engine.answers import checked, without_frames
+from shmring.engine.described_requests import describe_requests
 from shmring.engine.executor_thread import ExecutorThread
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, OverloadedError, StepInput, StepOutput
 from shmring.engine.logs import concerned
@@ -38,6 +39,7 @@ from shmring.engine.profiling import StepProfiler
 from shmring.engine.protocol import Calls, EncodeReply, EngineRequestPayload, GenerateReply
 from shmring.engine.request import EngineRequest, check_payload
 from shmring.engine.scheduler import Scheduler, SchedulerConfig
+from shmring.engine.spending import Spending
 
 __all__ = ["EngineCore", "OperatorAbortError", "PausedError", "ServerFacts"]
 
@@ -48,7 +50,6 @@ _Result = TypeVar("_Result")
 _FORGETTING_S = 0.005  # after the last step; under load, the next one comes sooner
 _RECENT_STEPS = 120  # whose times a snapshot has: some seconds of decoding
 _MAX_NAMES = 8  # of requests, in a line of the log
-_MAX_DESCRIBED = 64  # requests, in a snapshot
 
 # Life-cycle methods of an executor, which no remote call may reach.
 _NOT_REMOTE = frozenset({"describe", "execute", "forget", "close"})
@@ -110,6 +111,7 @@ class EngineCore:
         self._ended = False
         self._server = server
         self._stepping: Set[EngineRequest] = frozenset()  # the requests of the last step
+        self._step_began = 0.0  # the one that runs; 0: none
         self._draining = False
         self._paused = False
         self._giving_up = False  # paused, and running requests end at the next boundary
@@ -117,6 +119,7 @@ class EngineCore:
         self._boundary = asyncio.Condition()  # of who waits for a pause: notified between two steps, and when the pause ends
         self._ring: shmring.Ring | None = None
         self._recent_steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._spending = Spending(time.monotonic())
 
     @property
     def ring(self) -> shmring.Ring:
@@ -360,6 +363,7 @@ class EngineCore:
         to_forget, self._to_forget = self._to_forget, {}
         started = time.monotonic()
         is_step = bool(batch)
+        self._step_began = started
         self.metrics.steps += is_step
         self.metrics.step_requests += len(batch)
         try:
@@ -370,10 +374,12 @@ class EngineCore:
         finally:
             batch.clear()  # if an error of this step is kept, so is this frame, which must not keep the payloads
             seconds = time.monotonic() - started
+            self._step_began = 0.0
             self.metrics.step_seconds += seconds
             if is_step:
                 self.times.step.add(seconds)
                 self._recent_steps_s.append(seconds)
+            self._spending.note(started + seconds, self.metrics.step_seconds, self._spent_s())
 
     async def _on_thread(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Calls on the executor's thread. Cancelled, it waits for the end first: the slots may be read until then."""
@@ -414,7 +420,10 @@ class EngineCore:
 
     def _describe(self) -> dict[str, Any]:
         """Returns what snapshots of the ring say of the engine."""
-        description, busy = self._executor.describe(), self._busy
+        description, busy, now = self._executor.describe(), self._busy, time.monotonic()
+        paused = sum(request not in self._stepping for request in self._scheduler)
+        stepped_s = self.metrics.step_seconds + (now - self._step_began if self._step_began else 0.0)
+        self._spending.note(now, stepped_s, self._spent_s())
         return {
             "executor": description.executor,
             "model": description.model,
@@ -422,36 +431,25 @@ class EngineCore:
             "draining": self._draining,
             "paused": self._paused,
             "waiting": self._scheduler.waiting,
-            "running": self._scheduler.running,
-            "step": None if busy is None else {"what": busy[0], "age_s": time.monotonic() - busy[1]},
+            "running": self._scheduler.running - paused,
+            "paused_requests": paused,
+            "seats": self._scheduler.config.max_num_seqs,
+            "seats_taken": self._scheduler.seats_taken,
+            "step": None if busy is None else {"what": busy[0], "age_s": now - busy[1]},
             "steps_s": [round(seconds, 6) for seconds in self._recent_steps_s],
-            "spent_s": _rounded(getattr(self._executor, "spent_s", {})),
-            "callers_s": _rounded(self._scheduler.accounts.most_recent(time.monotonic())),
-            "requests": self._describe_requests(),
+            "spent_s": {part: round(seconds, 6) for part, seconds in self._spent_s().items()},
+            "spending": self._spending.describe(now, self._recent_steps_s),
+            "callers": msgspec.to_builtins(self._scheduler.accounts.describe(now)),
+            "requests": describe_requests(self._scheduler, self._stepping, now, is_paused=self._paused),
             "generated_tokens": self.metrics.generated_tokens,
             "finished_requests": self.metrics.finished_requests,
             "failed_requests": self.metrics.failed_requests,
         }
 
-    def _describe_requests(self) -> list[dict[str, Any]]:
-        """Returns what snapshots of the ring say of requests: those that run, and then those that wait, in order."""
-        now = time.monotonic()
-        running = [(request, None) for request in self._scheduler]
-        waiting = [(request, place) for place, request in enumerate(self._scheduler.line(), 1)]
-        return [
-            {
-                "name": request.claim.name,
-                "owner": request.owner,
-                "client_id": request.claim.client_id,
-                "state": "waiting" if place else "running" if request in self._stepping else "paused",
-                "place": place,
-                "age_s": round(now - request.arrived_at, 3),
-                "prompt_tokens": request.prompt_tokens,
-                "tokens": request.tokens,
-                "seconds": round(request.seconds, 6),
-            }
-            for request, place in [*running, *waiting][:_MAX_DESCRIBED]
-        ]
+    def _spent_s(self) -> Mapping[str, float]:
+        """Returns what steps were spent on so far, by part, if the executor says so."""
+        spent_s: Mapping[str, float] = getattr(self._executor, "spent_s", {})
+        return spent_s
 
     async def collect_times(self) -> dict[str, tuple[list[int], float]]:
         """Returns how long the parts of requests took, by name: counts and sum."""
@@ -559,10 +557,6 @@ class EngineCore:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(value, 6) for name, value in seconds.items()}
 
 
 def _call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:

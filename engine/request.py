@@ -43,6 +43,7 @@ class EngineRequest:
         arrived_at, admitted_at, first_reply_at: times of ``time.monotonic()``; 0: it is not so far.
         deadline: time of ``time.monotonic()`` after which it is given up, or None.
         is_tokenized: whether it only has a text tokenized, so that no token of its reply is a generated one.
+        is_encoded: whether it asks for embeddings, and for no answer.
         expired: whether that time has passed while a step was running with it.
         revoked: why the engine ends it at the next boundary between steps, or None.
         seconds: that it took of steps.
@@ -63,6 +64,7 @@ class EngineRequest:
         self.nbytes = _nbytes(payload)
         self.num_seqs = payload.sampling.n if isinstance(payload, GenerateRequest) else 1
         self.is_tokenized = isinstance(payload, GenerateRequest) and payload.tokenize
+        self.is_encoded = isinstance(payload, EncodeRequest)
         self._inputs = len(payload.inputs) if isinstance(payload, EncodeRequest) else 0
         self._encoded = 0
         self.seconds = 0.0

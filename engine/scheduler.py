@@ -163,6 +163,11 @@ class Scheduler(Generic[_Request]):
         """How many requests run."""
         return len(self._running)
 
+    @property
+    def seats_taken(self) -> int:
+        """How many answers are open: with an executor that can pause requests, there may be more than seats."""
+        return self._num_seqs
+
     def __iter__(self) -> Iterator[_Request]:
         """Iterates over running requests, in order of admission but for those that were paused."""
         return iter(list(self._running))

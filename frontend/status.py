@@ -114,13 +114,15 @@ def _seen_by(caller: str, snapshot: RingSnapshot | dict[str, str]) -> RingSnapsh
         return snapshot
     program = dict(snapshot.program)
     program["requests"] = [request for request in program.get("requests", ()) if request["owner"] == caller]
-    program["callers_s"] = {name: used for name, used in program.get("callers_s", {}).items() if name == caller}
-    own = {request["name"] for request in program["requests"]}
+    program["callers"] = [each for each in program.get("callers", ()) if each["owner"] == caller]
+    own = {(request["client_id"], request["number"]) for request in program["requests"]}
+    requests = [request for request in snapshot.requests if (request.client_id, request.number) in own]
+    names = {(request.client_id, request.name) for request in requests}
     return msgspec.structs.replace(
         snapshot,
         program=program,
-        requests=[request for request in snapshot.requests if request.name in own],
-        draining=[slot for slot in snapshot.draining if slot.request in own],
+        requests=requests,
+        draining=[slot for slot in snapshot.draining if (slot.client_id, slot.request) in names],
         errors=[],
     )
 

@@ -73,19 +73,36 @@ def test_debts_are_bounded_however_many_owners_come_and_go() -> None:
     assert accounts.used("stays") == 0.0
 
 
+def seconds_of(accounts: Accounts, now: float) -> dict[str, float]:
+    return {caller.owner: caller.seconds for caller in accounts.describe(now)}
+
+
 def test_the_last_minute_is_told_of_those_who_used_most() -> None:
     accounts = Accounts()
     for number in range(30):
         accounts.charge(f"owner {number}", float(number), 30.0)
-    told = accounts.most_recent(30.0)
+    told = seconds_of(accounts, 30.0)
     assert list(told)[:2] == ["owner 29", "owner 28"]
     assert (len(told), told["owner 29"]) == (module._TOLD, 29.0)
     accounts.charge("owner 29", 4.0, 75.0)
-    assert accounts.most_recent(75.0)["owner 29"] == 4.0 + 29.0 * 0.75
-    assert accounts.most_recent(130.0) == {"owner 29": 4.0 * 50 / 60}
-    assert accounts.most_recent(200.0) == {}
+    assert seconds_of(accounts, 75.0)["owner 29"] == 4.0 + 29.0 * 0.75
+    assert seconds_of(accounts, 130.0) == {"owner 29": 4.0 * 50 / 60}
+    assert seconds_of(accounts, 200.0) == {}
     accounts.charge("owner 1", 1.0, 500.0)
-    assert accounts.most_recent(500.0) == {"owner 1": 1.0}
+    assert seconds_of(accounts, 500.0) == {"owner 1": 1.0}
+
+
+def test_who_has_most_requests_is_told_of_too_with_what_it_used() -> None:
+    accounts = Accounts()
+    for number in range(30):
+        accounts.charge(f"owner {number}", 1.0 + number, 30.0)
+    for owner, requests in (("owner 0", 3), ("new", 2), ("owner 29", 1)):
+        for _ in range(requests):
+            accounts.enter(owner)
+    told = {caller.owner: (caller.seconds, caller.requests) for caller in accounts.describe(30.0)}
+    assert (told["owner 0"], told["new"], told["owner 29"]) == ((1.0, 3), (0.0, 2), (30.0, 1))
+    first, *others = told
+    assert (first, others[-1], len(told)) == ("owner 29", "new", module._TOLD + 2)
 
 
 def test_what_is_told_is_bounded_too() -> None:

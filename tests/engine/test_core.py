@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.engine import described_requests
 from shmring.engine.client import EngineClient
 from shmring.engine.core import EngineCore
 from shmring.engine.executors.interface import ExecutorDeadError, StepInput, StepOutput
@@ -46,14 +47,15 @@ Compute = Callable[[Sequence[StepInput]], Sequence[Output]]
 class CallbackExecutor:
     """An executor that does what the test says."""
 
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: Compute, pauses: bool = False) -> None:
         self.execute = compute
+        self.pauses = pauses
         self.forgotten: list[int] = []
         self.closed = False
         self.cached = True
 
     def describe(self) -> ModelDescription:
-        return ModelDescription("callback", "callback", ["encode", "generate"], InputSpec(), 8)
+        return ModelDescription("callback", "callback", ["encode", "generate"], InputSpec(), 8, pauses=self.pauses)
 
     def forget(self, request_id: int) -> None:
         self.forgotten.append(request_id)
@@ -136,11 +138,11 @@ async def until(condition: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def engine_and_client(
-    compute: Compute, socket_dir: Path, *, options: dict[str, Any] | None = None, **scheduler: int
+    compute: Compute, socket_dir: Path, *, pauses: bool = False, options: dict[str, Any] | None = None, **scheduler: int
 ) -> AsyncIterator[tuple[EngineCore, EngineClient]]:
     core = await EngineCore.create(
         "core",
-        CallbackExecutor(compute),
+        CallbackExecutor(compute, pauses),
         scheduler_config=SchedulerConfig(**scheduler) if scheduler else None,
         slab_nbytes="16MiB",
         socket_dir=str(socket_dir),
@@ -260,10 +262,56 @@ async def test_what_requests_took_of_steps_is_charged_to_their_owners(socket_dir
 
     async with engine_and_client(compute, socket_dir) as (core, client):
         await asyncio.gather(*(encode(client, request_of(1, owner=owner)) for owner in told))
-        used = core._scheduler.accounts.most_recent(time.monotonic())
+        used = {caller.owner: caller.seconds for caller in core._scheduler.accounts.describe(time.monotonic())}
         assert list(used) == ["costly", "cheap", "silent"]
         assert (round(used["costly"]), round(used["cheap"])) == (5, 1)
         assert 0.0 <= used["silent"] < 1.0
+
+
+async def test_a_snapshot_tells_requests_that_run_from_those_that_others_have_paused(socket_dir: Path) -> None:
+    gate = Gate(Counting())
+    async with engine_and_client(gate, socket_dir, pauses=True, max_num_seqs=2) as (core, client):
+        asked = []
+        for owner in "aab":
+            request = msgspec.structs.replace(question(9), owner=owner)
+            asked.append(asyncio.create_task(generate(client, request)))
+            await until(lambda: len(core._scheduler.all()) == len(asked))
+            gate.let(1)
+            await until(lambda: core._scheduler.running == len(asked) and core._step_began)
+        program = (await client.inspect("core")).program
+        assert sorted((each["owner"], each["state"], each["why"]) for each in program["requests"]) == [
+            ("a", "paused", "others, who have used less, have their turn"),
+            ("a", "running", ""),
+            ("b", "running", "its prompt is prepared or read"),
+        ]
+        told = [program[name] for name in ("running", "paused_requests", "waiting", "seats", "seats_taken")]
+        assert told == [2, 1, 0, 2, 3]
+        assert all(each["place"] is None for each in program["requests"])
+        gate.let()
+        await asyncio.gather(*asked)
+
+
+async def test_a_snapshot_has_requests_of_each_owner_and_the_time_of_the_step_that_runs(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(described_requests, "_MOST", 4)
+    gate = Gate(Counting())
+    async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):
+        asked = []
+        for number, owner in enumerate("aaaaaaab"):
+            request = msgspec.structs.replace(question(1), owner=owner)
+            asked.append(asyncio.create_task(generate(client, request, request_id=f"{owner}-\x1b{number}")))
+            await until(lambda number=number: len(core._scheduler.all()) == number + 1)
+        await until(lambda: core._step_began)
+        program = (await client.inspect("core")).program
+        # ...the last of eight to come is there, and the others are as many as fit
+        assert [each["name"] for each in program["requests"]] == ["a-\\x1b0", "b-\\x1b7", "a-\\x1b1", "a-\\x1b2"]
+        assert [each["place"] for each in program["requests"]] == [None, 1, 2, 3]
+        ring = {(each.client_id, each.number): each.name for each in (await client.inspect("core")).requests}
+        assert all(ring[each["client_id"], each["number"]] == each["name"] for each in program["requests"])
+        assert (core.metrics.step_seconds, program["spending"]["steps"] > 0) == (0.0, True)
+        gate.let()
+        await asyncio.gather(*asked)
 
 
 async def test_a_snapshot_says_of_requests_whose_they_are_what_they_took_and_where_they_wait(socket_dir: Path) -> None:
@@ -282,16 +330,21 @@ async def test_a_snapshot_says_of_requests_whose_they_are_what_they_took_and_whe
         gate.let(1)
         await reading
         program = (await client.inspect("core")).program
-        told = [{key: each[key] for key in ("name", "owner", "state", "place", "tokens")} for each in program["requests"]]
+        told = [
+            tuple(each[key] for key in ("name", "owner", "state", "place", "why", "tokens")) for each in program["requests"]
+        ]
         assert told == [
-            {"name": "first", "owner": "a", "state": "running", "place": None, "tokens": 1},
-            {"name": "other", "owner": "b", "state": "waiting", "place": 1, "tokens": 0},
-            {"name": "second", "owner": "a", "state": "waiting", "place": 2, "tokens": 0},
-            {"name": "third", "owner": "a", "state": "waiting", "place": 3, "tokens": 0},
+            ("first", "a", "running", None, "", 1),
+            ("other", "b", "waiting", 1, "all seats are taken", 0),
+            ("second", "a", "waiting", 2, "all seats are taken", 0),
+            ("third", "a", "waiting", 3, "all seats are taken", 0),
         ]
         assert program["requests"][0]["seconds"] > 0
         assert program["requests"][0]["prompt_tokens"] > 0
-        assert list(program["callers_s"]) == ["a"]
+        assert {caller["owner"]: caller["requests"] for caller in program["callers"]} == {"a": 3, "b": 1}
+        assert program["callers"][0]["seconds"] > 0
+        assert [program[name] for name in ("running", "paused_requests", "waiting")] == [1, 0, 3]
+        assert (program["seats"], program["seats_taken"]) == (1, 1)
         gate.let()
         async for _ in stream:
             pass

@@ -67,16 +67,18 @@ async def test_callers_see_their_own_requests_and_operators_all(
 ) -> None:
     monkeypatch.setattr(status, "_EACH_S", 0.01)
     ended = asyncio.Event()
+    claimed: list[dict[str, Any]] = []
 
     async def wait(claim: shmring.Claim) -> None:
+        owner = claim.payload.owner
+        claimed.append({"client_id": claim.client_id, "number": claim.request_id, "name": claim.name, "owner": owner})
         await ended.wait()
         await claim.reply(GenerateReply("yes", [1], 1, 1, "stop"))
 
     engine = await open_engine(wait, GENERATING)
 
     def describe() -> dict[str, Any]:
-        owned = [("of alice", "alice"), ("of bob", "bob")]
-        return {"requests": [{"name": name, "owner": owner} for name, owner in owned], "callers_s": {"alice": 1.0, "bob": 2.0}}
+        return {"requests": claimed, "callers": [{"owner": name, "seconds": 1.0} for name in ("alice", "bob")]}
 
     engine.ring.add_to_snapshots(describe)
     owners = tuple(KeyOwner(name=name, keys=(f"{name}'s",)) for name in ("alice", "bob"))
@@ -86,24 +88,24 @@ async def test_callers_see_their_own_requests_and_operators_all(
             httpx.AsyncClient(timeout=30).post(
                 f"{url}/v1/chat/completions",
                 json={"model": "shmring-synthetic", "messages": [{"role": "user", "content": "Hi"}]},
-                headers={"authorization": f"Bearer {name}'s", "x-request-id": f"of-{name}"},
+                headers={"authorization": f"Bearer {name}'s", "x-request-id": "the-same"},
             )
         )
         for name in ("alice", "bob")
     ]
-    while engine.ring.statistics().running < 2:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(20):
+        while len(claimed) < 2:
+            await asyncio.sleep(0.01)
+    numbers = {each["owner"]: each["number"] for each in claimed}
     seen = {}
     for key in ("alice's", "operator's"):
         (snapshots,) = await lines_of(url, 1, key)
         (snapshot,) = snapshots.values()
-        seen[key] = (
-            [request["name"] for request in snapshot["program"]["requests"]],
-            snapshot["program"]["callers_s"],
-            len(snapshot["requests"]),
-        )
-    assert seen["alice's"] == (["of alice"], {"alice": 1.0}, 0), "of the ring's, those that are known to be hers"
-    assert seen["operator's"] == (["of alice", "of bob"], {"alice": 1.0, "bob": 2.0}, 2)
+        program = snapshot["program"]
+        parts = (program["requests"], program["callers"])
+        seen[key] = (*({each["owner"] for each in part} for part in parts), {each["number"] for each in snapshot["requests"]})
+    assert seen["alice's"] == ({"alice"}, {"alice"}, {numbers["alice"]}), "also where another caller's has the same name"
+    assert seen["operator's"] == ({"alice", "bob"}, {"alice", "bob"}, set(numbers.values()))
     ended.set()
     assert [response.status_code for response in await asyncio.gather(*posted)] == [200, 200]
 

@@ -1,0 +1,73 @@
+"""What snapshots of an engine say of its requests: whose they are, where they stand, and why they wait."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence, Set
+from typing import Any
+
+from shmring.core.printable import printable
+from shmring.engine.request import EngineRequest
+from shmring.engine.scheduler import Scheduler
+
+__all__ = ["describe_requests"]
+
+_MOST = 64  # in a snapshot
+
+
+def describe_requests(
+    scheduler: Scheduler[EngineRequest], stepping: Set[EngineRequest], now: float, *, is_paused: bool
+) -> list[dict[str, Any]]:
+    """Returns what there is to say of requests: of those that run, and then of those that wait, in order.
+
+    If there are too many, the first of each owner are told of, then the second of each, and so on: also who has few requests,
+    far behind those of others, sees its own.
+
+    Args:
+        scheduler: knows them.
+        stepping: those in the step.
+        now: time of ``time.monotonic()``.
+        is_paused: whether an operator has paused the engine.
+    """
+    running = [(request, None) for request in scheduler]
+    waiting = [(request, place) for place, request in enumerate(scheduler.line(), 1)]
+    return [
+        {
+            "client_id": request.claim.client_id,
+            "number": request.claim.request_id,
+            "name": printable(request.claim.name),
+            "owner": request.owner,
+            "state": "waiting" if place else "running" if request in stepping else "paused",
+            "place": place,
+            "why": _why_in_line(scheduler, is_paused) if place else _why_not_written(request, stepping),
+            "age_s": round(now - request.arrived_at, 3),
+            "prompt_tokens": request.prompt_tokens,
+            "tokens": request.tokens,
+            "seconds": round(request.seconds, 6),
+        }
+        for request, place in _some_of_each([*running, *waiting])
+    ]
+
+
+def _some_of_each(requests: Sequence[tuple[EngineRequest, int | None]]) -> list[tuple[EngineRequest, int | None]]:
+    ranks: Counter[str] = Counter()
+    turns = []
+    for position, (request, _) in enumerate(requests):
+        turns.append((ranks[request.owner], position))
+        ranks[request.owner] += 1
+    return [requests[position] for position in sorted(position for _, position in heapq.nsmallest(_MOST, turns))]
+
+
+def _why_in_line(scheduler: Scheduler[EngineRequest], is_paused: bool) -> str:
+    if is_paused:
+        return "an operator has paused the engine"
+    if scheduler.seats_taken < scheduler.config.max_num_seqs:
+        return "the step that runs must end first"
+    return "all seats are taken"
+
+
+def _why_not_written(request: EngineRequest, stepping: Set[EngineRequest]) -> str:
+    if request not in stepping:
+        return "others, who have used less, have their turn"
+    return "" if request.tokens or request.is_encoded else "its prompt is prepared or read"

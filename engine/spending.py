@@ -1,0 +1,100 @@
+"""What an engine's steps were spent on in the last seconds, and what that means: for people who ask why it is slow now.
+
+A book: no clock, no loop. Whoever executes steps says the time, and what was spent so far; so does whoever asks, and what the
+step that runs has spent counts as well.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["Spending"]
+
+_OVER_S = 10  # at most: this second and those before it that are "now"
+_STEPS = "steps"
+_SEEN = 0.0005  # of the time, from which a part is told of
+_MOSTLY = 0.5  # of the time: below it, it is not steps that make callers wait
+
+# Of each part of a step that executors tell of: what it is, and why there may be much of it.
+_PARTS = {
+    "layout": ("laying prompts out", "templates, tokens, pictures and forms of new requests; long chats have much of them"),
+    "prompts": ("reading prompts", "they are long, or many have come"),
+    "answers": ("passes of the model for answers", "one token of each answer a step; nothing else stands out"),
+    "alone": ("reading answers alone", "each answer with a seed has a pass of the model for itself"),
+    "choosing": ("choosing tokens", "sampling with top_p, top_k or penalties, logprobs, and the masks of forms"),
+    "embedding": ("embedding texts and pictures", "there are many inputs, or long ones"),
+}
+_REST = "other work of steps", "the executor does not say what it is"
+
+
+class Spending:
+    """What was spent, second by second. See the head of this file.
+
+    Args:
+        now: the time, in seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._began = now
+        self._noted: dict[str, float] = {}
+        self._seconds: deque[tuple[int, defaultdict[str, float]]] = deque(maxlen=_OVER_S)
+
+    def note(self, now: float, steps: float, parts: Mapping[str, float]) -> None:
+        """Notes what was spent so far.
+
+        Args:
+            now: the time, in seconds.
+            steps: seconds of all steps since the start.
+            parts: seconds by part, since the start.
+        """
+        second = int(now)
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append((second, defaultdict(float)))
+        spent = self._seconds[-1][1]
+        for part, seconds in {**parts, _STEPS: steps}.items():
+            spent[part] += seconds - self._noted.get(part, 0.0)
+            self._noted[part] = seconds
+
+    def describe(self, now: float, steps_s: Sequence[float]) -> dict[str, Any]:
+        """Returns what the last seconds were spent on: ``over_s`` of them, the share of ``steps``, ``parts`` and a ``cause``.
+
+        Args:
+            now: the time, in seconds.
+            steps_s: how long the last steps took.
+        """
+        first = int(now) - _OVER_S + 1
+        spent: defaultdict[str, float] = defaultdict(float)
+        for second, parts in self._seconds:
+            if second >= first:
+                for part, seconds in parts.items():
+                    spent[part] += seconds
+        steps = spent.pop(_STEPS, 0.0)
+        over_s = max(now - max(first, self._began), steps, 0.001)  # a step counts where it ends, also if it began before
+        shares = [_Share(seconds / over_s, *_PARTS.get(part, (part, ""))) for part, seconds in spent.items()]
+        shares.append(_Share(max(0.0, steps - sum(spent.values())) / over_s, *_REST))
+        shares.sort(key=lambda share: -share.share)
+        return {
+            "over_s": round(over_s, 3),
+            "steps": round(steps / over_s, 4),
+            "parts": [{"what": each.what, "share": round(each.share, 4)} for each in shares if each.share >= _SEEN],
+            "cause": _cause(over_s, steps / over_s, shares[0], sorted(steps_s)),
+        }
+
+
+class _Share(NamedTuple):
+    share: float
+    what: str
+    why: str
+
+
+def _cause(over_s: float, steps: float, greatest: _Share, steps_s: Sequence[float]) -> str:
+    """Returns a sentence or two on what callers wait for."""
+    if steps < _SEEN or not steps_s:
+        return f"The engine had nothing to do in the last {over_s:.0f} s."
+    long = f"half of the last steps took {1e3 * steps_s[len(steps_s) // 2]:.0f} ms or more"
+    if steps < _MOSTLY:
+        return f"Steps ran {steps:.0%} of the time, so the engine has room; {long}."
+    most = f"Most of it is {greatest.what} ({greatest.share:.0%} of the time)"
+    return f"Steps ran {steps:.0%} of the time, and {long}. {most}{f': {greatest.why}' if greatest.why else ''}."

@@ -1,0 +1,62 @@
+"""What steps of the last seconds were spent on, and the sentence that says it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shmring.engine.spending import Spending
+
+
+def test_shares_are_of_the_last_ten_seconds_and_the_greatest_comes_first() -> None:
+    spending = Spending(1000.0)
+    spent = {"prompts": 0.0, "choosing": 0.0}
+    for tenth in range(100):  # reading prompts, all the time
+        spent["prompts"] += 0.1
+        spending.note(1000.1 + tenth / 10, (tenth + 1) / 10, spent)
+    told = spending.describe(1010.05, [0.1])
+    assert told["over_s"] == pytest.approx(9.1, abs=0.06)
+    assert told["steps"] == pytest.approx(1.0)
+    assert told["parts"] == [{"what": "reading prompts", "share": pytest.approx(1.0)}]
+    for tenth in range(100):  # then choosing tokens, half of the time, and something else
+        spent["choosing"] += 0.05
+        spending.note(1010.1 + tenth / 10, 10.0 + (tenth + 1) * 0.06, spent)
+    told = spending.describe(1020.0, [0.06])
+    assert told["steps"] == pytest.approx(0.6, abs=0.01)
+    assert [part["what"] for part in told["parts"]] == ["choosing tokens", "other work of steps"]
+    assert [part["share"] for part in told["parts"]] == pytest.approx([0.5, 0.1], abs=0.01)
+    assert told["cause"] == (
+        "Steps ran 61% of the time, and half of the last steps took 60 ms or more. Most of it is choosing tokens (51% of the "
+        "time): sampling with top_p, top_k or penalties, logprobs, and the masks of forms."
+    )
+    assert spending.describe(1031.9, [0.06])["cause"] == "The engine had nothing to do in the last 10 s."
+
+
+def test_a_step_counts_while_it_runs_and_no_second_has_more_than_a_second() -> None:
+    spending = Spending(0.0)
+    spending.note(30.0, 30.0, {"alone": 29.0})  # one step, of which nothing was told before
+    told = spending.describe(30.0, [30.0])
+    assert (told["steps"], told["over_s"]) == (1.0, 30.0)
+    spending.note(31.0, 31.0, {"alone": 30.0})
+    spending.note(32.0, 31.5, {"alone": 30.5})
+    told = spending.describe(42.0, [30.0])
+    assert told["over_s"] == 9.0
+    assert told["steps"] == 0.0
+
+
+def test_an_engine_with_room_says_so_and_one_that_tells_no_parts_too() -> None:
+    spending = Spending(0.0)
+    assert spending.describe(0.0, []) == {
+        "over_s": 0.001,
+        "steps": 0.0,
+        "parts": [],
+        "cause": "The engine had nothing to do in the last 0 s.",
+    }
+    spending.note(5.0, 1.0, {})
+    assert spending.describe(10.0, [0.25] * 4)["cause"] == (
+        "Steps ran 11% of the time, so the engine has room; half of the last steps took 250 ms or more."
+    )
+    spending.note(10.0, 6.0, {"drafting": 4.0})
+    told = spending.describe(10.0, [0.25] * 4)
+    assert [part["what"] for part in told["parts"]] == ["drafting", "other work of steps"]
+    assert [part["share"] for part in told["parts"]] == pytest.approx([4 / 9, 2 / 9], abs=0.001)
+    assert told["cause"].endswith("Most of it is drafting (44% of the time).")
