@@ -19,10 +19,13 @@ from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settin
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import SupervisorLink
 from shmring.memory.available import lack_of_memory
+from shmring.memory.limits import check_open_files
 
 __all__ = ["main"]
 
 logger = logger_of("shmring.engine")
+
+_OPEN_FILES = 48  # 22, what loading a model takes, and two for each frontend
 
 
 @click.command(
@@ -47,6 +50,10 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
     logger.info("%s is starting: executor %s, model %s", settings.name, settings.executor, settings.model)
     if link is None and (lack := lack_of_memory(parse_nbytes(settings.ring.slab_nbytes), option="--slab-nbytes")):
         raise SystemExit(f"shmring engine: {lack}")  # before a model is loaded; the supervisor looks at all slabs together
+    try:
+        check_open_files(_OPEN_FILES, "shmring engine")
+    except OSError as error:
+        raise SystemExit(f"shmring engine: {error.strerror}") from None
     from shmring.engine.process import run  # imports torch, which takes seconds
 
     run(settings, link)

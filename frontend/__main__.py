@@ -18,10 +18,13 @@ from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD, warn_o
 from shmring.engine.supervision import SupervisorLink
 from shmring.frontend.options import FRONTEND_OPTIONS, PROCESS_OPTIONS, TLS_OPTIONS, process_settings_of
 from shmring.frontend.settings import ProcessSettings
+from shmring.memory.limits import check_open_files
 
 __all__ = ["main"]
 
 logger = logger_of("shmring.frontend")
+
+_OPEN_FILES = 96  # 31 and three for each engine, five for each decoder, and some connections
 
 
 @click.command(
@@ -42,6 +45,10 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
     configure_logging(settings.log_level, "frontend", settings.log_format)
     warn_of_variables(logger)
     logger.info("starting for the engine %s", settings.name)
+    try:
+        check_open_files(_OPEN_FILES, "shmring frontend")
+    except OSError as error:
+        raise SystemExit(f"shmring frontend: {error.strerror}") from None
     from shmring.frontend.process import run  # takes a second or more to import
 
     run(settings, link)

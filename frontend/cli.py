@@ -17,8 +17,11 @@ from shmring.engine.option_table import UNKNOWN_VARIABLES
 from shmring.engine.option_types import NBYTES
 from shmring.engine.settings import MAX_ENGINES
 from shmring.frontend.variables import unknown_variables
+from shmring.memory.limits import check_open_files
 
 __all__ = ["main"]
+
+_OPEN_FILES = 16  # of a loop, an engine's socket and a terminal; what starts processes needs more, and says so
 
 # Imported when they are run; --help shows these texts.
 _ELSEWHERE = {
@@ -47,8 +50,15 @@ class _Commands(click.Group):
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="shmring", message="%(prog)s %(version)s")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Multimodal inference over shared memory: an engine, its HTTP frontends, and a demonstration of both."""
+    if context.invoked_subcommand == "doctor":
+        return  # it says so itself, beside all else
+    try:
+        check_open_files(_OPEN_FILES, f"shmring {context.invoked_subcommand}")
+    except OSError as error:
+        raise SystemExit(f"shmring: {error.strerror}") from None
 
 
 @main.command()

@@ -66,6 +66,7 @@ from shmring.frontend.listening import listen, place_of, url_of
 from shmring.frontend.memory_checks import describe_kill, memory_checks, oom_kills
 from shmring.frontend.settings import ProcessSettings
 from shmring.memory.available import lack_of_memory
+from shmring.memory.limits import check_open_files
 from shmring.processes.child import say_ready
 from shmring.transport.listener import socket_path
 
@@ -96,6 +97,10 @@ _SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0  # on a busy machine, a process may wait for
 _LONGEST_HEARTBEAT_S = 1.0  # each takes a process some 20 us; the more there are, the sooner one that hangs is noticed
 _HEARTBEATS = 10  # that a process has to miss before it is killed: one alone may be late
 _WORRYING_SHARE = 1 / 3  # of the timeout: then the other frontends are told
+# For the process that needs most, a frontend: 31, 3 for each engine, 5 for each decoder, and some connections. The supervisor
+# has 2 for each process, an engine 2 for each frontend.
+_OPEN_FILES = 100
+_OPEN_FILES_PER_PROCESS = 4
 _LIFELINE_NBYTES = 4096  # read and dropped at a time
 _METRICS_PREFIX = "shmring-metrics-"
 _METRICS_DIRECTORY = re.compile(rf"{_METRICS_PREFIX}(\d+)-.+")
@@ -175,6 +180,11 @@ def serve(options: ServeOptions) -> None:
             raise ServeError(str(error)) from None
         if _listens(path):  # our engine would refuse to start, but our frontends might have joined that one before
             raise ServeError(f"an engine named {engine.name!r} listens at {path} already; stop it, or choose another --name")
+    processes = len(options.engines) + options.frontends
+    try:
+        check_open_files(_OPEN_FILES + _OPEN_FILES_PER_PROCESS * processes, "shmring serve")
+    except OSError as error:
+        raise ServeError(error.strerror) from None
     _check_memory(_slabs_nbytes(options))
     with _listen(options.frontend) as listening, _metrics_directory() as metrics_dir:
         _say_what_starts(options, listening)

@@ -9,10 +9,12 @@ from shmring.client.client import Client
 from shmring.client.routing import Route
 from shmring.config import ClientConfig, ClientOptions, configured
 from shmring.door import check_name, shown
+from shmring.memory.limits import check_open_files
 from shmring.opening import Opening
 
 __all__ = ["connect", "open_client", "settle"]
 
+_OPEN_FILES = 8  # of a client: its socket, what it is sent with the welcome, the pidfd; of each further engine, two
 
 _Client = TypeVar("_Client", bound=Client)
 
@@ -89,10 +91,11 @@ async def open_client(kind: type[_Client], names: Sequence[str], config: ClientC
         names, config, options: its arguments.
 
     Raises:
-        EngineDeadError, RemoteProtocolError, PermissionError, SlabError, ValueError: as :func:`connect`.
+        EngineDeadError, RemoteProtocolError, PermissionError, SlabError, OSError, ValueError: as :func:`connect`.
     """
     client = kind(names, config, **options)
     try:
+        check_open_files(_OPEN_FILES, f"a client of {names[0]!r}")
         await client._engines.attach()
     except BaseException:
         await client.close()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import resource
 from collections.abc import Iterator
 
-__all__ = ["RefusedCallError", "calling", "is_about_size", "limit_behind"]
+__all__ = ["RefusedCallError", "calling", "check_open_files", "is_about_size", "limit_behind"]
 
 _OF_THIS_PROCESS = "/proc/self/limits"
+_OPEN_FILES = "/proc/self/fd"
+_ENOUGH_FILES = 65536  # a frontend has one for each connection
 
 
 class RefusedCallError(OSError):
@@ -58,6 +61,34 @@ def limit_behind(error: OSError) -> str | None:
         case errno.EPERM | errno.EACCES | errno.ENOSYS:
             return "a sandbox or a seccomp profile forbids the call ('Seccomp' of /proc/self/status); allow it there"
     return None
+
+
+def check_open_files(needed: int, what: str) -> None:
+    """Looks, before anything is begun, whether this process may open enough files. (Sockets and memory count as files.)
+
+    Args:
+        needed: how many more.
+        what: that needs them.
+
+    Raises:
+        OSError: ``EMFILE``, and the text says how many there are, and how there are more.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    try:
+        count = len(os.listdir(_OPEN_FILES)) - 1  # one is this directory
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            return  # nobody mounted /proc
+        count = limit
+    if limit - count < needed:
+        raise OSError(
+            errno.EMFILE,
+            f"{what} needs {needed} more open files, and of the {limit} that this process may have (ulimit -n; "
+            f"'Max open files' of {_OF_THIS_PROCESS}), {max(0, limit - count)} are left; raise that limit: "
+            f"ulimit -n {_ENOUGH_FILES}, LimitNOFILE={_ENOUGH_FILES} of systemd, docker run --ulimit nofile={_ENOUGH_FILES}",
+        )
 
 
 def is_about_size(error: OSError) -> bool:

@@ -13,6 +13,7 @@ from shmring.door import check_calls
 from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory, whole_nbytes
 from shmring.gpu.driver import Driver
+from shmring.memory.limits import check_open_files
 from shmring.opening import Opening
 from shmring.ring.claim import Claim
 from shmring.ring.frontend import CallHandler
@@ -23,6 +24,8 @@ from shmring.ring.shell import Shell
 from shmring.transport.listener import Listener, socket_path
 
 __all__ = ["create_shell", "serve"]
+
+_OPEN_FILES = 8  # of a ring: its lock, directory and sockets, the slab, replies, the load page; each client takes two more
 
 _Shell = TypeVar("_Shell", bound=Shell)
 _Payload = TypeVar("_Payload")
@@ -47,6 +50,7 @@ async def create_shell(
         offload_nbytes: copies larger than this are made on a thread; None: those that would hold a loop up.
     """
     path = socket_path(name, config.socket_dir)
+    check_open_files(_OPEN_FILES, f"ring {name!r}")
     geometry = Geometry.of(
         int(config.slab_nbytes),
         None if config.reply_nbytes is None else int(config.reply_nbytes),
@@ -121,6 +125,7 @@ def serve(
             ``pin="on"``, or a GPU can't hold the device slab.
         LocalProtocolError: a living engine has this name.
         PermissionError: the socket's directory is not safe.
+        OSError: this process has too few open files left; the text says what to do.
         ValueError, TypeError: a name, size or option is not valid.
 
     Source: objects that can be awaited or used with ``async with`` are how ``websockets`` does it.

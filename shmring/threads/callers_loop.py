@@ -116,7 +116,7 @@ class CallersLoop(LoopRunner):
 
     def __init__(self, what: str, make: Callable[[], Awaitable[LoopEnd]], *, stands_by: bool) -> None:
         self._loop: _Loop
-        super().__init__(what, make, _Loop(_Selector(self._sleep)))
+        super().__init__(what, make, lambda: _Loop(_Selector(self._sleep)))
         self._loop.set_debug(False)  # asyncio's debug mode allows only one thread to use a loop
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # a call was answered, or there is no leader any more

@@ -27,9 +27,10 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from shmring.core.compiled import Origin
 from shmring.errors import ClosedError
+from shmring.memory.limits import check_open_files
 from shmring.threads.greenlets import check_threads
 
-__all__ = ["LOOK_UP_S", "LoopCall", "LoopEnd", "LoopRunner", "keep", "within"]
+__all__ = ["LOOK_UP_S", "LoopCall", "LoopEnd", "LoopRunner", "OPEN_FILES", "keep", "within"]
 
 _Result = TypeVar("_Result")
 
@@ -37,6 +38,9 @@ _Result = TypeVar("_Result")
 #: A signal that comes just before a thread falls asleep does not wake it, and an exception that another thread sets never does.
 #: So a waiting thread looks for them this often.
 LOOK_UP_S = 1.0
+
+#: Files that a loop opens, and as many for the ring, client or worker in it.
+OPEN_FILES = 16
 
 _NONE_NAMED: dict[str, Any] = {}  # it is never written to
 
@@ -211,24 +215,28 @@ class LoopRunner:
     Args:
         what: the end, for messages: ``ring 'vision'``.
         make: makes it, in the loop.
-        loop: an event loop that does not run yet.
+        make_loop: makes an event loop.
 
     Attributes:
         is_direct: whether a call is carried out by the thread that makes it.
 
     Raises:
         LocalProtocolError: threads are greenlets here.
+        OSError: this process has too few open files left.
     """
 
     is_direct = False
 
-    def __init__(self, what: str, make: Callable[[], Awaitable[LoopEnd]], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, what: str, make: Callable[[], Awaitable[LoopEnd]], make_loop: Callable[[], asyncio.AbstractEventLoop]
+    ) -> None:
         check_threads()
+        check_open_files(OPEN_FILES, what)
         self._what = what
         self._make = make
         self._origin = Origin()
         self._context = contextvars.copy_context()  # of who opens the end; what it calls for others sees these variables
-        self._loop = loop
+        self._loop = make_loop()
         self._queue: deque[LoopCall | tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._opening = LoopCall(make, (), keep)
         self._life: asyncio.Task[None] | None = None

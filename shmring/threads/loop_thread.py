@@ -31,7 +31,7 @@ class LoopThread(LoopRunner):
     """
 
     def __init__(self, what: str, make: Callable[[], Awaitable[LoopEnd]]) -> None:
-        super().__init__(what, make, uvloop.new_event_loop())
+        super().__init__(what, make, uvloop.new_event_loop)
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=f"shmring {what}", daemon=True)
 

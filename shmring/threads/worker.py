@@ -42,7 +42,9 @@ from shmring.errors import (
     WouldBlock,
     fresh,
 )
+from shmring.memory.limits import check_open_files
 from shmring.threads.greenlets import check_threads
+from shmring.threads.loop_calls import OPEN_FILES
 from shmring.transport.liveness import is_stopped
 from shmring.uncopied import uncopied
 from shmring.worker.answers import failure_record, records_of
@@ -505,14 +507,15 @@ def join(
         label: how the engine's log calls this worker, of at most 256 characters.
 
     Raises:
-        EngineDeadError, RankTakenError, RemoteProtocolError, PermissionError, SlabError, ValueError, TypeError: as
-            :func:`shmring.join`.
+        EngineDeadError, RankTakenError, RemoteProtocolError, PermissionError, SlabError, OSError, ValueError, TypeError:
+            as :func:`shmring.join`.
         LocalProtocolError: threads are greenlets here (gevent).
     """
     check_threads()
     rank = rank_of(rank)
     check_name(label, "label")
     settled = configured(WorkerConfig, config, overrides)
+    check_open_files(OPEN_FILES, f"worker {rank} of {name!r}")
     joined = _run_apart(name, rank, label, settled)
     try:
         return Worker(name, rank, settled, joined, payload_type)

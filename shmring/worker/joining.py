@@ -28,6 +28,7 @@ from shmring.core.compiled import (
 from shmring.core.messages import PROTOCOL_VERSION, Join
 from shmring.core.welcome import check_worker_welcome
 from shmring.errors import EngineDeadError
+from shmring.memory.limits import check_open_files
 from shmring.memory.slab import map_read_only
 from shmring.memory.tensors import make_decoder, make_packer
 from shmring.transport.endpoint import JoinedEngine, give_up, join_engine
@@ -37,6 +38,7 @@ from shmring.transport.rings import check_sealed, map_rings
 __all__ = ["Joined", "join_in_time"]
 
 _MADV_DONTFORK = 10
+_OPEN_FILES = 8  # of a worker: its socket, what it is sent with the welcome, the engine's pidfd
 _FIRST_PAUSE_S = 0.005  # between two attempts to find an engine; doubled up to the longest
 _LONGEST_PAUSE_S = 0.1
 
@@ -106,6 +108,7 @@ async def join_in_time(name: str, rank: int, label: str, config: WorkerConfig) -
         RemoteProtocolError, PermissionError, SlabError, OSError: it can't be joined.
     """
     path = socket_path(name, config.socket_dir)
+    check_open_files(_OPEN_FILES, f"worker {rank} of {name!r}")
     uids = config.engine_uids if config.engine_uids is not None else frozenset({os.getuid()})
     join = Join(PROTOCOL_VERSION, rank, label)
     loop = asyncio.get_running_loop()
