@@ -13,6 +13,7 @@
 #   make test-clients the clients that people call such a server with (openai, langchain, litellm, instructor): makes .venv-clients, once
 #   make demo-vllm starts vLLM with the plug-in, asks about a picture, and prints what went through the slab
 #   make chaos    MINUTES=10 SEED=1: processes killed, stopped and hung up under load; a table of what must be zero
+#   make night    MINUTES=10 SEED=1: a server under mixed load, whose processes are killed and stopped, and whose log stalls
 #   make soak     MINUTES=60: the same load for hours; fails if memory or descriptors grow
 #   make simulate STEPS=1000000 SEED=1: the product's own ends in one process, deterministically; EXHAUSTIVE=1 visits every state. Then each
 #                 call of the asyncio interface is cancelled at each of its suspensions, on both loops
@@ -40,7 +41,7 @@ COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shm
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu gpu-hour test-vllm test-sglang test-ray test-clients demo-vllm lint types unit chaos soak simulate bench-quick verify sanitize guards mutants \
+.PHONY: demo test test-all test-gpu gpu-hour test-vllm test-sglang test-ray test-clients demo-vllm lint types unit chaos night soak simulate bench-quick verify sanitize guards mutants \
 	fuzz wheel format clean install
 
 demo: $(INSTALLED)
@@ -69,6 +70,9 @@ test-all: $(INSTALLED)
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),1) --seed $(SEED)
+
+night: $(INSTALLED)
+	$(BIN)/python -m tests.night --minutes $(or $(MINUTES),10) --seed $(SEED)
 
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),60) --seed $(SEED)
