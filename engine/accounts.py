@@ -40,11 +40,13 @@ class Caller:
     Attributes:
         owner: who.
         seconds: of steps that its requests took in the last minute, about.
+        share: of what the requests of all owners took.
         requests: that it has now.
     """
 
     owner: str
     seconds: float
+    share: float
     requests: int
 
 
@@ -105,7 +107,9 @@ class Accounts:
         seconds = {owner: present.get(owner, 0.0) + share * before.get(owner, 0.0) for owner in present.keys() | before.keys()}
         owners = set(heapq.nlargest(_TOLD, seconds, key=seconds.__getitem__))
         owners.update(owner for owner, _ in self._requests.most_common(_TOLD))
-        callers = [Caller(owner, seconds.get(owner, 0.0), self._requests[owner]) for owner in owners]
+        whole = sum(seconds.values()) or 1.0
+        used = {owner: seconds.get(owner, 0.0) for owner in owners}
+        callers = [Caller(owner, used[owner], used[owner] / whole, self._requests[owner]) for owner in owners]
         return sorted(callers, key=lambda caller: (-caller.seconds, -caller.requests, caller.owner))
 
     def _forgive(self) -> None:

@@ -434,7 +434,7 @@ class EngineCore:
             "running": self._scheduler.running - paused,
             "paused_requests": paused,
             "seats": self._scheduler.config.max_num_seqs,
-            "seats_taken": self._scheduler.seats_taken,
+            "seats_taken": min(self._scheduler.seats_taken, self._scheduler.config.max_num_seqs),
             "step": None if busy is None else {"what": busy[0], "age_s": now - busy[1]},
             "steps_s": [round(seconds, 6) for seconds in self._recent_steps_s],
             "spent_s": {part: round(seconds, 6) for part, seconds in self._spent_s().items()},

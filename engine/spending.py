@@ -21,7 +21,7 @@ _MOSTLY = 0.5  # of the time: below it, it is not steps that make callers wait
 _PARTS = {
     "layout": ("laying prompts out", "templates, tokens, pictures and forms of new requests; long chats have much of them"),
     "prompts": ("reading prompts", "they are long, or many have come"),
-    "answers": ("passes of the model for answers", "one token of each answer a step; nothing else stands out"),
+    "answers": ("passes of the model for answers", "a token of each answer in every step, which is what steps are for"),
     "alone": ("reading answers alone", "each answer with a seed has a pass of the model for itself"),
     "choosing": ("choosing tokens", "sampling with top_p, top_k or penalties, logprobs, and the masks of forms"),
     "embedding": ("embedding texts and pictures", "there are many inputs, or long ones"),
@@ -96,5 +96,5 @@ def _cause(over_s: float, steps: float, greatest: _Share, steps_s: Sequence[floa
     long = f"half of the last steps took {1e3 * steps_s[len(steps_s) // 2]:.0f} ms or more"
     if steps < _MOSTLY:
         return f"Steps ran {steps:.0%} of the time, so the engine has room; {long}."
-    most = f"Most of it is {greatest.what} ({greatest.share:.0%} of the time)"
+    most = f"The greatest part is {greatest.what} ({greatest.share:.0%} of the time)"
     return f"Steps ran {steps:.0%} of the time, and {long}. {most}{f': {greatest.why}' if greatest.why else ''}."

@@ -153,10 +153,10 @@ class RingSnapshot(msgspec.Struct, frozen=True, kw_only=True):
             their turn, and wait), ``seats`` (answers in a step, at most) and ``seats_taken``, ``step`` (what its thread does,
             and for how long), ``steps_s`` (of the last steps), ``spent_s`` (what steps were spent on, since the start),
             ``spending`` (of the last ``over_s`` seconds: the share of ``steps``, its ``parts``, and the ``cause`` in words),
-            ``callers`` (who has used most in the last minute and who has most requests, with ``owner``, ``seconds`` and
-            ``requests``) and ``requests``, some of each caller: each has its ``client_id`` and ``number`` as in the list above,
-            its ``name``, its ``owner``, its ``state`` (``running``, ``paused`` or ``waiting``), its ``place`` in line, ``why``
-            it waits, ``age_s``, ``prompt_tokens``, ``tokens`` so far, and ``seconds`` that it took of steps.
+            ``callers`` (who has used most in the last minute and who has most requests, with ``owner``, ``seconds``, ``share``
+            and ``requests``) and ``requests``, some of each caller: each has its ``client_id`` and ``number`` as in the list
+            above, its ``name``, its ``owner``, its ``state`` (``running``, ``paused`` or ``waiting``), its ``place`` in line,
+            ``why`` it waits, ``age_s``, ``prompt_tokens``, ``tokens`` so far, and ``seconds`` that it took of steps.
     """
 
     name: str

@@ -10,6 +10,8 @@ const $ = id => document.getElementById(id);
 const color = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
 const bytes = n => !n ? "0" : n >= 2 ** 30 ? (n / 2 ** 30).toFixed(2) + " GiB" : n >= 2 ** 20 ? (n / 2 ** 20).toFixed(1) + " MiB" : (n / 1024).toFixed(0) + " KiB";
 const seconds = s => s < 1 ? "< 1 s" : s < 120 ? s.toFixed(0) + " s" : (s / 60).toFixed(0) + " min";
+const taken = s => s < 10 ? s.toFixed(2) + " s" : s < 120 ? s.toFixed(1) + " s" : (s / 60).toFixed(0) + " min";
+const percent = share => (100 * share).toFixed(share < .1 ? 1 : 0) + " %";
 const quantile = (values, share) => values.length ? [...values].sort((a, b) => a - b)[Math.min(values.length - 1, Math.floor(share * values.length))] : 0;
 let key = "", paused = false, shown = null, before = null, chosen = -1, series = {};
 
@@ -86,7 +88,10 @@ $("slab").addEventListener("keydown", event => {
 function drawTiles() {
   const now = shown.statistics, program = shown.program;
   const step = !program.executor ? null : program.step ? `${program.step.what}, ${seconds(program.step.age_s)}` : program.paused ? "paused" : "idle";
-  const tiles = [["requests running", now.running], ["not yet claimed", now.waiting], ["waiting for a step", program.waiting], ["the step", step, program.step && program.step.age_s > OLD_S],
+  const ofRing = [["requests running", now.running], ["not yet claimed", now.waiting]];
+  const ofSteps = [["running", program.running], ["seats taken", `${program.seats_taken} of ${program.seats}`], ["paused: others' turn", program.paused_requests],
+    ["waiting in line", program.waiting, program.waiting > 0 && program.paused], ["not yet taken up", now.waiting], ["the step", step, program.step && program.step.age_s > OLD_S]];
+  const tiles = [...(program.requests ? ofSteps : ofRing),
     ["slab free", bytes(now.free_nbytes)], ["leased", bytes(now.leased_nbytes)], ["kept", bytes(now.kept_nbytes)], ["quarantined", bytes(now.quarantined_nbytes), now.quarantined_nbytes > 0],
     ["waiting for memory", now.lease_requests_waiting, now.lease_requests_waiting > 0], ["slots draining", now.slots_draining], ["failed so far", now.failed], ["aborted so far", now.aborted],
     ["protocol errors", now.protocol_errors, now.protocol_errors > 0]];
@@ -135,12 +140,26 @@ function drawPlots() {
   before = shown;
 }
 
+function words(cell, kind) {
+  const made = element("td", cell, kind);
+  made.title = cell;
+  return made;
+}
+
+function bar(share) { // the number stands beside it
+  const made = element("td", undefined, "bar"), length = element("span");
+  length.style.width = `${(100 * Math.min(1, share)).toFixed(1)}%`;
+  made.setAttribute("aria-hidden", "true");
+  made.append(length);
+  return made;
+}
+
 function table(id, columns, rows, total, nothing) {
   const body = $(id), head = element("tr");
-  head.append(...columns.map(([name, kind]) => element("th", name, kind)));
+  head.append(...columns.map(([name, kind]) => { const made = element("th", name, kind); made.scope = "col"; if (kind === "bar") made.setAttribute("aria-hidden", "true"); return made; }));
   const lines = rows.map(([cells, alarm]) => {
     const line = element("tr", undefined, alarm ? "alarm" : "");
-    line.append(...cells.map((cell, i) => { const made = element("td", cell, columns[i][1]); made.title = cell; return made; }));
+    line.append(...cells.map((cell, i) => columns[i][1] === "bar" ? bar(cell) : words(cell, columns[i][1])));
     return line;
   });
   if (!lines.length) { const line = element("tr"), cell = element("td", nothing, "none"); cell.colSpan = columns.length; line.append(cell); lines.push(line); }
@@ -151,10 +170,46 @@ function table(id, columns, rows, total, nothing) {
   body.closest("section").querySelector(".count").textContent = total > rows.length ? `${rows.length} of ${total}` : rows.length ? rows.length : "";
 }
 
+function drawSpending(spending) {
+  $("spending-section").hidden = !spending;
+  if (!spending) return;
+  $("cause").textContent = spending.cause;
+  const idle = Math.max(0, 1 - spending.steps);
+  table("spending", [["share", "number"], ["", "bar"], ["of the time", "text"]],
+    [...spending.parts, { what: "no step ran", share: idle }].map(part => [[percent(part.share), part.share, part.what], false]), 0, "");
+  $("spending-section").querySelector(".count").textContent = `in the last ${spending.over_s.toFixed(0)} s`;
+}
+
+function drawCallers(callers) {
+  $("callers-section").hidden = !callers;
+  if (!callers) return;
+  table("callers", [["caller", "text"], ["seconds of steps", "number"], ["share", "number"], ["requests now", "number"], ["", "bar"]],
+    callers.map(c => [[c.owner, taken(c.seconds), percent(c.share), c.requests, c.share], false]), callers.length, "nobody has used any");
+}
+
+function drawRequests(owner) {
+  const s = shown, program = s.program, described = program.requests;
+  if (!described)
+    return table("requests", [["age", "number"], ["state"], ["request", "text"], ["frontend"], ["slots", "number"], ["memory", "number"]],
+      s.requests.slice(0, 20).map(r => [[seconds(r.age_s), r.state, r.name || `number ${r.number}`, owner(r.client_id), r.slots.length, bytes(r.nbytes)], r.age_s > OLD_S && r.nbytes > 0]), s.request_count, "none");
+  const id = r => `${r.client_id}/${r.number}`, memory = new Map(s.requests.map(r => [id(r), r.nbytes])), known = new Set(described.map(id));
+  const all = program.running + program.paused_requests + program.waiting, isAll = all === described.length;
+  // What the ring has, and the scheduler has not: it comes in a moment, or was answered and its frontend takes no replies.
+  const others = isAll ? s.requests.filter(r => !known.has(id(r))) : [];
+  const row = (r, state, place, why, owner, prompt, tokens, spent, nbytes) =>
+    [[r.name || `number ${r.number}`, state, place, why, owner, prompt, tokens, spent, seconds(r.age_s), nbytes ? bytes(nbytes) : ""], r.age_s > OLD_S && nbytes > 0];
+  const rows = described.map(r => row(r, r.state, r.place ?? "", r.why, r.owner, r.prompt_tokens || "", r.tokens || "", taken(r.seconds), memory.get(id(r))));
+  for (const r of others)
+    rows.push(r.state === "waiting" ? row(r, "arriving", "", "the engine has not taken it up", "", "", "", "", r.nbytes) : row(r, "answered", "", "its frontend takes no replies", "", "", "", "", r.nbytes));
+  table("requests", [["request", "text"], ["state"], ["place", "number"], ["why it waits"], ["caller", "text"], ["prompt tokens", "number"], ["tokens so far", "number"], ["seconds of steps", "number"], ["age", "number"], ["memory", "number"]],
+    rows, Math.max(all + others.length, rows.length), "none");
+}
+
 function drawTables() {
   const s = shown, owner = id => { const client = s.clients.find(each => each.client_id === id); return client ? `${id} (pid ${client.pid})` : id; };
-  table("requests", [["age", "number"], ["state"], ["request", "text"], ["frontend"], ["slots", "number"], ["memory", "number"]],
-    s.requests.slice(0, 20).map(r => [[seconds(r.age_s), r.state, r.name || `number ${r.number}`, owner(r.client_id), r.slots.length, bytes(r.nbytes)], r.age_s > OLD_S && r.nbytes > 0]), s.request_count, "none");
+  drawSpending(s.program.spending);
+  drawCallers(s.program.callers);
+  drawRequests(owner);
   table("draining", [["age", "number"], ["request", "text"], ["frontend"], ["generation", "number"], ["memory", "number"]],
     s.draining.slice(0, 20).map(r => [[seconds(r.age_s), r.request || "unknown", owner(r.client_id), r.generation, bytes(r.nbytes)], r.age_s > OLD_S]), s.draining_count, "none");
   $("draining-section").hidden = !s.draining_count;

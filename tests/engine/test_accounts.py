@@ -90,6 +90,8 @@ def test_the_last_minute_is_told_of_those_who_used_most() -> None:
     assert seconds_of(accounts, 200.0) == {}
     accounts.charge("owner 1", 1.0, 500.0)
     assert seconds_of(accounts, 500.0) == {"owner 1": 1.0}
+    accounts.charge("owner 2", 3.0, 500.0)
+    assert [(caller.owner, caller.share) for caller in accounts.describe(500.0)] == [("owner 2", 0.75), ("owner 1", 0.25)]
 
 
 def test_who_has_most_requests_is_told_of_too_with_what_it_used() -> None:

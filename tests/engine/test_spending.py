@@ -25,8 +25,8 @@ def test_shares_are_of_the_last_ten_seconds_and_the_greatest_comes_first() -> No
     assert [part["what"] for part in told["parts"]] == ["choosing tokens", "other work of steps"]
     assert [part["share"] for part in told["parts"]] == pytest.approx([0.5, 0.1], abs=0.01)
     assert told["cause"] == (
-        "Steps ran 61% of the time, and half of the last steps took 60 ms or more. Most of it is choosing tokens (51% of the "
-        "time): sampling with top_p, top_k or penalties, logprobs, and the masks of forms."
+        "Steps ran 61% of the time, and half of the last steps took 60 ms or more. The greatest part is choosing tokens "
+        "(51% of the time): sampling with top_p, top_k or penalties, logprobs, and the masks of forms."
     )
     assert spending.describe(1031.9, [0.06])["cause"] == "The engine had nothing to do in the last 10 s."
 
@@ -59,4 +59,4 @@ def test_an_engine_with_room_says_so_and_one_that_tells_no_parts_too() -> None:
     told = spending.describe(10.0, [0.25] * 4)
     assert [part["what"] for part in told["parts"]] == ["drafting", "other work of steps"]
     assert [part["share"] for part in told["parts"]] == pytest.approx([4 / 9, 2 / 9], abs=0.001)
-    assert told["cause"].endswith("Most of it is drafting (44% of the time).")
+    assert told["cause"].endswith("The greatest part is drafting (44% of the time).")

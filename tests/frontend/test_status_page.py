@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +14,9 @@ import pytest
 
 import shmring
 from shmring.engine.protocol import EncodeReply
+from shmring.engine.scheduler import SchedulerConfig
 from shmring.frontend import status
+from shmring.frontend.keys import KeyOwner
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -22,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(not CHROMIUM, reason="no Chromium here (Debian: apt install chromium)"),
 ]
 LIMIT_MS = 30_000
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+DESKTOP, PHONE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}, {"width": 400, "height": 800}
 
 
 @pytest.fixture
@@ -75,6 +78,8 @@ async def test_a_stuck_slot_is_found_with_its_request(
         assert "the-<b>leak" in await row.text_content()
         first = await page.locator("#live").text_content()
         assert first.startswith("live, ")
+        assert not await page.locator("#spending-section, #callers-section").filter(visible=True).count(), "of a ring alone"
+        assert await page.locator("#requests").text_content() == "none"
         await page.locator("#slab").focus()
         described = set()
         for _ in range(await page.evaluate("runs().length")):
@@ -95,6 +100,79 @@ async def test_a_stuck_slot_is_found_with_its_request(
     await page.locator("#draining-section").wait_for(state="hidden")
     await engine.ring.close()
     await page.get_by_text("the engine does not answer").wait_for()
+
+
+async def rows_of(page: Any, table: str) -> list[list[str]]:
+    """The texts of a table, without its bars."""
+    script = "rows => rows.map(row => [...row.children].filter(cell => !cell.ariaHidden).map(cell => cell.textContent))"
+    rows: list[list[str]] = await page.locator(f"#{table} tr").evaluate_all(script)
+    return rows
+
+
+@pytest.mark.timeout(180)
+async def test_who_costs_most_what_takes_the_time_and_where_requests_stand(
+    open_core: Any, open_server: Any, open_page: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_EACH_S", 0.1)
+    engine = await open_core({"step_s": 0.02, "tokens": 100_000}, scheduler_config=SchedulerConfig(max_num_seqs=1))
+    core = engine.core
+    monkeypatch.setattr(core, "_spent_s", lambda: {"choosing": 0.75 * core.metrics.step_seconds})
+    owners = tuple(KeyOwner(name=name, keys=(f"{name}'s",)) for name in ("a<b>lice", "bob"))
+    url = await open_server(engine, api_keys=("a<b>lice's", "bob's"), admin_keys=("operator's",), key_owners=owners)
+    asked = []
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_MS) as http:
+        for count, (owner, name) in enumerate((("a<b>lice", "first"), ("a<b>lice", "<i>second"), ("bob", "third")), 1):
+            headers = {"authorization": f"Bearer {owner}'s", "x-request-id": name}
+            body = {"model": "shmring-synthetic", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+            asked.append(asyncio.create_task(http.post("/v1/chat/completions", json=body, headers=headers)))
+            await eventually(lambda count=count: len(core._scheduler.all()) == count)
+            await eventually(lambda count=count: core.metrics.step_seconds > count)  # whoever came first has used most
+        for viewport, scheme in ((DESKTOP, "light"), (NARROW, "dark")):
+            page, said, _ = await open_page(url, viewport=viewport, color_scheme=scheme)
+            await page.get_by_label("API key").fill("operator's")
+            await page.keyboard.press("Enter")
+            await page.locator("#requests tbody tr").nth(2).wait_for()
+            tiles = dict(
+                await page.locator("#tiles > div").evaluate_all(
+                    "all => all.map(each => [...each.children].map(part => part.textContent))"
+                )
+            )
+            shown = [tiles[name] for name in ("running", "seats taken", "paused: others' turn", "waiting in line")]
+            assert shown == ["1", "1 of 1", "1", "1"]
+            titles, *rows = await rows_of(page, "requests")
+            assert titles[:6] == ["request", "state", "place", "why it waits", "caller", "prompt tokens"]
+            by_name = {row[0]: row for row in rows}
+            assert by_name["<i>second"][1:5] == ["waiting", "1", "all seats are taken", "a<b>lice"]
+            assert sorted(by_name[name][1:4] for name in ("first", "third")) == [
+                ["paused", "", "others, who have used less, have their turn"],
+                ["running", "", ""],
+            ]
+            _, _, _, _, caller, prompt_tokens, tokens, spent, *_ = by_name["first"]
+            assert (caller, int(prompt_tokens) > 0, int(tokens) > 0) == ("a<b>lice", True, True)
+            assert re.fullmatch(r"[0-9.]+ s", spent)
+            _, *callers = await rows_of(page, "callers")
+            assert [(row[0], row[3]) for row in callers] == [("a<b>lice", "2"), ("bob", "1")]
+            assert all(re.fullmatch(r"[0-9.]+ s", row[1]) and re.fullmatch(r"[0-9.]+ %", row[2]) for row in callers)
+            assert "The greatest part is choosing tokens" in await page.locator("#cause").text_content()
+            _, *parts = await rows_of(page, "spending")
+            assert [row[1] for row in parts] == ["choosing tokens", "other work of steps", "no step ran"]
+            assert await page.locator("th:not([scope])").count() == 0
+            assert await page.evaluate("document.documentElement.scrollWidth") == viewport["width"], (
+                "nothing runs over the edge"
+            )
+            assert [text for text in said if "401" not in text] == []
+            await page.close()
+        page, _, _ = await open_page(url)
+        await page.get_by_label("API key").fill("bob's")
+        await page.keyboard.press("Enter")
+        await page.get_by_text("1 of 3").wait_for()
+        _, *rows = await rows_of(page, "requests")
+        assert [(row[0], row[4]) for row in rows] == [("third", "bob")]
+        _, *callers = await rows_of(page, "callers")
+        assert [row[0] for row in callers] == ["bob"]
+        for task in asked:
+            task.cancel()
+        await asyncio.wait(asked)
 
 
 @pytest.mark.timeout(180)
