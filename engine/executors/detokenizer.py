@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Detokenizer"]
+__all__ = ["Detokenizer", "TokenTexts"]
 
 _REPLACEMENT = "\ufffd"
 
@@ -64,6 +64,25 @@ class Detokenizer:
         self._context, self._held = last if is_text else [], []
         self._step = _make_step(self._tokenizer, self._context, self._skip)
         return text
+
+
+class TokenTexts:
+    """The texts of single tokens, which are kept: a token with logprobs has those of 21. They are no more than the vocabulary.
+
+    Args:
+        tokenizer: of transformers.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def of(self, tokens: Sequence[int]) -> list[str]:
+        """Returns the text of each token by itself."""
+        for token in tokens:
+            if token not in self._texts:
+                self._texts[token] = self._tokenizer.decode([token])
+        return [self._texts[token] for token in tokens]
 
 
 def _make_step(tokenizer: Any, context: list[int], skip: bool) -> Callable[[int], str | None]:

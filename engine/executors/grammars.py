@@ -28,7 +28,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.executors.interface import OverloadedError
@@ -87,6 +88,9 @@ _LIMITS = {
     "max_lexer_states": 10_000,
     "verbose_errors": False,
 }
+
+# What is added to the scores of eight tokens, by the byte that says which of them are allowed.
+_OF_BITS = np.where(np.arange(256)[:, np.newaxis] >> np.arange(8) & 1, 0, -np.inf).astype(np.float32)
 
 # A model that does not know how to go on writes white space without end, which JSON allows.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,64}"}
@@ -158,8 +162,8 @@ class Grammar:
         stopped: bool = self._matcher.is_stopped()
         return stopped
 
-    def restrict(self, scores: torch.Tensor) -> torch.Tensor:
-        """Leaves out the tokens that can't be next.
+    def restrict(self, scores: npt.NDArray[np.float32]) -> None:
+        """Leaves out the tokens that can't be next: their scores become minus infinity.
 
         Args:
             scores: shape (vocabulary,).
@@ -167,11 +171,11 @@ class Grammar:
         Raises:
             ValueError: it takes too long to say which can.
         """
-        allowed = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)[: len(scores)]
+        allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        excluded = torch.ones(len(scores), dtype=torch.bool)
-        excluded[: len(allowed)] = allowed == 0
-        return scores.masked_fill(excluded.to(scores.device), -torch.inf)
+        known = scores[: 8 * len(allowed)]
+        known += _OF_BITS[allowed].reshape(-1)[: len(known)]
+        scores[len(known) :] = -np.inf
 
     def take(self, token: int) -> None:
         """Goes on with a token that was chosen.

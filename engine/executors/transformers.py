@@ -48,7 +48,7 @@ from shmring.core.loggers import logger_of
 from shmring.engine.answers import without_frames
 from shmring.engine.executors.callers_texts import LONG_CHARACTERS, count_characters
 from shmring.engine.executors.checkpoint import Checkpoint, LoadSettings, load_checkpoint
-from shmring.engine.executors.detokenizer import Detokenizer
+from shmring.engine.executors.detokenizer import Detokenizer, TokenTexts
 from shmring.engine.executors.embedding import POOLINGS, Embedder
 from shmring.engine.executors.encoding import Encoded, EncodingLine
 from shmring.engine.executors.generation import Context, LanguageModel, Prompt
@@ -62,7 +62,7 @@ from shmring.engine.executors.interface import (
     StepOutput,
 )
 from shmring.engine.executors.prompts import PromptBuilder
-from shmring.engine.executors.sampling import Sampler, find_likeliest, longest_answer
+from shmring.engine.executors.sampling import Choice, Sampler, choose_together, longest_answer
 from shmring.engine.executors.stopping import StopTexts
 from shmring.engine.executors.tool_calls import Parts, ResponseReader
 from shmring.engine.protocol import (
@@ -145,6 +145,7 @@ class _Answer:
         sampling: how; checked here.
         prompt: its tokens, shape (tokens,).
         checkpoint: the model.
+        texts: those of its tokens.
         reader: tells tool calls from text; None: all of it is text.
         grammar: what it may be; None: anything.
         index: which of the request's answers it is.
@@ -157,6 +158,8 @@ class _Answer:
         index: as given.
         context: what the model knows of it; set when its prompt is ready.
         request_id: whose it is; set then, too.
+        sampler: chooses its tokens.
+        grammar: as given.
         twins: the answers behind it, until they are begun: the prompt is read once for all of them.
         repeatable: whether it must be the same again, bit for bit.
         lone_turn: its last turn to be read by itself.
@@ -170,6 +173,7 @@ class _Answer:
         sampling: SamplingParams,
         prompt: torch.Tensor,
         checkpoint: Checkpoint,
+        texts: TokenTexts,
         reader: ResponseReader | None = None,
         grammar: Grammar | None = None,
         index: int = 0,
@@ -183,41 +187,41 @@ class _Answer:
         self._ends = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             self._ends |= checkpoint.eos_token_ids
-        self._sampler = Sampler(sampling, prompt, self._ends, index)
+        self.sampler = Sampler(sampling, prompt, self._ends, index)
+        self.grammar = grammar
         self._min_tokens = sampling.min_tokens
-        self._grammar = grammar
         self._stops = StopTexts(sampling.stop)
         self._reader = reader
         self._detokenizer = Detokenizer(checkpoint.tokenizer, skip_special_tokens=reader is None)
-        self._tokenizer = checkpoint.tokenizer
-        self._top_logprobs = sampling.logprobs
+        self._texts = texts
         self._limit = longest_answer(sampling, len(prompt), checkpoint.max_model_len)
         self._prompt_tokens = len(prompt)
         self._completion_tokens = 0
         self._unsent: list[int] = []
         self._unsent_logprobs: list[TokenLogprobs] = []
 
-    def advance(self, logits: torch.Tensor) -> GenerateReply | None:
-        """Chooses the next token; returns what is new, if it can be let go yet.
+    def advance(self, choice: Choice) -> GenerateReply | None:
+        """Goes on with a token that was chosen; returns what is new, if it can be let go yet.
 
         Raises:
-            RuntimeError: the logits are no numbers.
             ValueError: the grammar is too complex.
         """
-        token = self.context.token = self._sampler.choose(logits, self._grammar)
+        token = self.context.token = choice.token
         self._completion_tokens += 1
         self._unsent.append(token)
-        if self._top_logprobs is not None:
-            self._unsent_logprobs.append(self._describe(token, logits, self._top_logprobs))
+        if self.sampler.logprobs is not None:
+            tokens, logprobs = zip(*choice.likeliest, strict=True) if choice.likeliest else ((), ())
+            text, *texts = self._texts.of([token, *tokens])
+            self._unsent_logprobs.append(TokenLogprobs(text, choice.logprob, list(zip(texts, logprobs, strict=True))))
         finish_reason: FinishReason | None = None
         if token in self._ends:
             text, stopped = self._push(self._detokenizer.flush())
             finish_reason = "stop"
         else:
-            if self._grammar is not None:
-                self._grammar.take(token)
+            if self.grammar is not None:
+                self.grammar.take(token)
             text, stopped = self._push(self._detokenizer.push(token))
-            is_complete = self._grammar is not None and self._grammar.complete
+            is_complete = self.grammar is not None and self.grammar.complete
             if stopped:
                 finish_reason = "stop"
             elif is_complete or self._completion_tokens >= self._limit:
@@ -231,11 +235,6 @@ class _Answer:
     def _push(self, text: str) -> tuple[str, bool]:
         """Looks for stop texts, of which none ends the answer too early."""
         return (text, False) if self._completion_tokens <= self._min_tokens else self._stops.push(text)
-
-    def _describe(self, token: int, logits: torch.Tensor, count: int) -> TokenLogprobs:
-        logprob, likeliest = find_likeliest(logits, token, count)
-        texts = {number: self._tokenizer.decode([number]) for number in (token, *(number for number, _ in likeliest))}
-        return TokenLogprobs(texts[token], logprob, [(texts[number], value) for number, value in likeliest])
 
     def _reply(self, text: str, finish_reason: FinishReason | None) -> GenerateReply | None:
         parts = Parts(text)
@@ -277,6 +276,7 @@ class TransformersExecutor:
     def __init__(self, options: ExecutorOptions) -> None:
         settings = _parse_options(options.options)
         self._checkpoint = load_checkpoint(options.model, settings)
+        self._texts = TokenTexts(self._checkpoint.tokenizer)
         self._max_num_seqs = settings.max_num_seqs
         self._prompts = PromptBuilder(self._checkpoint, options.mm_processor_kwargs)
         self._prompts.offer_processor()
@@ -381,9 +381,11 @@ class TransformersExecutor:
         try:
             yield
         finally:
-            seconds = time.perf_counter() - began
-            self._taken[request_id] += seconds
-            self.spent_s[part] += seconds
+            self._take(request_id, part, time.perf_counter() - began)
+
+    def _take(self, request_id: int, part: str, seconds: float) -> None:
+        self._taken[request_id] += seconds
+        self.spent_s[part] += seconds
 
     def _priced(self, request_id: int, output: StepOutput | Exception) -> StepOutput | Exception:
         """Returns an output that says what the request took of the step."""
@@ -453,6 +455,7 @@ class TransformersExecutor:
                 request.sampling,
                 tokens,
                 self._checkpoint,
+                self._texts,
                 reader,
                 grammar,
                 index,
@@ -536,11 +539,20 @@ class TransformersExecutor:
             for answer in answers:
                 self._taken[answer.request_id] += token_s * pieces[answer]
             chosen += [(answer, row) for answer, row in zip(answers, logits, strict=True) if row is not None]
+        twins: list[tuple[_Answer, torch.Tensor]] = []
         for answer, row in chosen:
             try:
                 with self._taking(answer.request_id, "choosing"):
-                    replies[answer.request_id] += self._choose(answer, row, room[answer.request_id])
+                    twins += [(twin, row) for twin in self._begin_twins(answer, row, room[answer.request_id])]
             except Exception as error:  # noqa: BLE001 - if it were raised, other requests would lose their token
+                outputs[answer.request_id] = _report(error)
+        chosen += twins
+        choices = choose_together([(answer.sampler, row, answer.grammar) for answer, row in chosen])
+        for (answer, _), choice in zip(chosen, choices, strict=True):
+            try:
+                with self._taking(answer.request_id, "choosing"):
+                    replies[answer.request_id] += self._go_on(answer, choice)
+            except Exception as error:  # noqa: BLE001 - as above
                 outputs[answer.request_id] = _report(error)
         for request_id in running:
             if outputs[request_id] is _GOES_ON:
@@ -555,9 +567,9 @@ class TransformersExecutor:
         answers = room[request_id]
         return answers is None or self._waiting[request_id][0].index < answers
 
-    def _choose(self, answer: _Answer, logits: torch.Tensor, room: int | None) -> list[GenerateReply]:
-        """Chooses the next token of an answer; with the first one, those of further answers for which there is room."""
-        answers = [answer]
+    def _begin_twins(self, answer: _Answer, logits: torch.Tensor, room: int | None) -> list[_Answer]:
+        """Returns the answers behind one whose prompt was read, for which there is room; the first of the others waits."""
+        begun = []
         while answer.twins:
             twin = answer.twins.pop(0)
             twin.context = self._model.fork(answer.context)
@@ -566,16 +578,25 @@ class TransformersExecutor:
                 self._waiting[answer.request_id] = twin, logits.clone()
                 break
             self._answers[answer.request_id].append(twin)
-            answers.append(twin)
-        replies = []
-        for each in answers:
-            reply = each.advance(logits)
-            if reply is not None:
-                replies.append(reply)
-                if reply.finish_reason is not None:
-                    self._answers[each.request_id].remove(each)
-                    self._model.close(each.context)
-        return replies
+            begun.append(twin)
+        return begun
+
+    def _go_on(self, answer: _Answer, choice: Choice | Exception) -> list[GenerateReply]:
+        """Returns what is new of an answer whose next token was chosen.
+
+        Raises:
+            Exception: none could be.
+        """
+        if isinstance(choice, Exception):
+            raise choice
+        self._take(answer.request_id, "choosing", choice.seconds)
+        reply = answer.advance(choice)
+        if reply is None:
+            return []
+        if reply.finish_reason is not None:
+            self._answers[answer.request_id].remove(answer)
+            self._model.close(answer.context)
+        return [reply]
 
     def _choose_pieces(self, answers: Sequence[_Answer]) -> dict[_Answer, int]:
         """Returns how many tokens of each answer's context are read together in this step; those of none are missing.

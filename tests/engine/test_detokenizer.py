@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmring.engine.executors.detokenizer import Detokenizer
+from shmring.engine.executors.detokenizer import Detokenizer, TokenTexts
 from tests.tables import for_each
 
 TEXT = "Größe 日本語のテキスト, 🙂🚀 naïve señor: привет!  Two  spaces, a\ttab\nand a line. 👩\u200d👩\u200d👧"
@@ -147,3 +147,18 @@ def test_noise_that_is_no_text_is_let_go_some_time(byte_tokenizer: Any) -> None:
     texts = pieces(byte_tokenizer, [byte] * 600)
     assert any(texts[:300])
     assert set("".join(texts)) == {"\ufffd"}
+
+
+def test_the_text_of_a_token_by_itself_is_made_once(byte_tokenizer: Any) -> None:
+    tokens = byte_tokenizer.encode(TEXT, add_special_tokens=False)
+    expected = [byte_tokenizer.decode([token]) for token in tokens]
+    decoded: list[list[int]] = []
+
+    class Tokenizer:
+        def decode(self, tokens: list[int]) -> str:
+            decoded.append(tokens)
+            return byte_tokenizer.decode(tokens)
+
+    texts = TokenTexts(Tokenizer())
+    assert texts.of(tokens) == texts.of(tokens) == expected
+    assert sorted(decoded) == [[token] for token in sorted(set(tokens))]

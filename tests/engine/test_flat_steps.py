@@ -21,6 +21,7 @@ from shmring.engine.executors import attention, generation  # noqa: E402 - after
 from shmring.engine.executors import transformers as executor_module  # noqa: E402
 from shmring.engine.executors.attention import ContextCache  # noqa: E402
 from shmring.engine.executors.generation import LanguageModel  # noqa: E402
+from shmring.engine.executors.sampling import Sampler  # noqa: E402
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
 from tests.engine.tiny_models import DECODER  # noqa: E402
 
@@ -46,22 +47,22 @@ def logits_of(
 ) -> dict[int, tuple[torch.Tensor, list[int]]]:
     """Executes steps until all requests are finished, each of which comes at a step; returns its logits and its tokens."""
     answers: dict[Any, list[torch.Tensor]] = {}
-    advance = executor_module._Answer.advance
+    choose = Sampler.choose
 
-    def note(self: Any, logits: torch.Tensor) -> Any:
+    def note(self: Sampler, logits: torch.Tensor, grammar: None) -> int:
         answers.setdefault(self, []).append(logits.clone())
-        return advance(self, logits)
+        return choose(self, logits, grammar)
 
     found: dict[int, Any] = {}
     tokens: dict[int, list[int]] = {}
     batch: list[StepInput] = []
     step = 0
     with monkeypatch.context() as patch:
-        patch.setattr(executor_module._Answer, "advance", note)
+        patch.setattr(Sampler, "choose", note)
         while batch or any(later >= step for later in arrivals):
             batch += [StepInput(number, request) for number, request in arrivals.get(step, {}).items()]
             outputs: Any = executor.execute(batch)
-            found |= {number: running[0] for number, running in executor._answers.items() if running}
+            found |= {number: running[0].sampler for number, running in executor._answers.items() if running}
             for part, output in zip(batch, outputs, strict=True):
                 assert not isinstance(output, Exception), output
                 tokens.setdefault(part.request_id, []).extend(output.reply.token_ids if output.reply else [])

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import numpy as np
 import pytest
-import torch
 
 from shmring.engine.executors.interface import ExecutorOptions, OverloadedError, StepInput
 from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputsParams, TextPart
@@ -354,7 +354,8 @@ def test_scores_beyond_the_tokenizers_tokens_are_left_out(executor: Transformers
         forms.wait(1)
     [grammar] = ready
     size = len(executor._checkpoint.tokenizer)
-    scores = grammar.restrict(torch.zeros(size + 100))
     token = executor._checkpoint.tokenizer.convert_tokens_to_ids("a")
-    assert torch.isfinite(scores).nonzero().flatten().tolist() == [token]
-    assert torch.isfinite(grammar.restrict(torch.zeros(size - 2))).nonzero().flatten().tolist() == [token]
+    for count in (size + 100, size - 2):
+        scores = np.zeros(count, np.float32)
+        grammar.restrict(scores)
+        assert np.flatnonzero(np.isfinite(scores)).tolist() == [token]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -74,3 +75,22 @@ def test_a_beginning_at_the_end_of_the_answer_is_let_go() -> None:
 def test_stop_texts_that_can_not_be_looked_for_are_refused(stops: list[str]) -> None:
     with pytest.raises(ValueError, match="stop text"):
         StopTexts(stops)
+
+
+class Counting(str):
+    """A stop text that counts how often it is compared."""
+
+    compared = 0
+
+    def startswith(self, *arguments: Any) -> bool:
+        Counting.compared += 1
+        return super().startswith(*arguments)
+
+
+def test_no_character_is_looked_at_again_that_can_not_begin_a_stop() -> None:
+    """Others may hold text back in which a stop text could have begun at every character, and did not."""
+    stops = ["a" * 1000 + "b", *(Counting("a" + letter * 1000) for letter in "cdef")]
+    Counting.compared = 0
+    let_go, _ = read(stops, ["aaa"] * 300)
+    assert let_go[-1] == "a" * 900
+    assert Counting.compared <= 4 * (900 + 300)
