@@ -88,6 +88,11 @@ PANELS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
             ("Decode", "s", quantiles("shmring_request_decode_time_seconds")),
             ("Step", "s", quantiles("shmring_step_time_seconds") + mean("shmring_step_time_seconds")),
             (
+                "Loops late by",
+                "s",
+                [("max(shmring_frontend_loop_lag_seconds)", "frontends"), ("max(shmring_engine_loop_lag_seconds)", "engines")],
+            ),
+            (
                 "Requests in a step",
                 "short",
                 [(f"{rate('shmring_engine_step_requests_total')} / {rate('shmring_engine_steps_total')}", "mean")],
@@ -216,6 +221,13 @@ RULES: list[tuple[str, str, str, str, str]] = [
         "2m",
         "warning",
         "Media wait for a decoder for more than five seconds, and /ready fails. Raise --decoders or --api-server-count.",
+    ),
+    (
+        "ShmringLoopLate",
+        "shmring_frontend_loop_lag_seconds > 0.5 or shmring_engine_loop_lag_seconds > 0.5",
+        "1m",
+        "warning",
+        "The loop of a process is held up for half a second or more: all its requests wait. Look for what takes its time.",
     ),
     (
         "ShmringProtocolErrors",

@@ -33,6 +33,7 @@ from shmring.engine.described_requests import describe_requests
 from shmring.engine.executor_thread import ExecutorThread
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, OverloadedError, StepInput, StepOutput
 from shmring.engine.logs import concerned
+from shmring.engine.loop_lag import LoopLag
 from shmring.engine.metrics import EngineMetrics, EngineTimes
 from shmring.engine.operator_aborts import OperatorAborts
 from shmring.engine.profiling import StepProfiler
@@ -101,6 +102,7 @@ class EngineCore:
         self._executor = executor
         self._scheduler: Scheduler[EngineRequest] = Scheduler(scheduler_config, pauses=executor.describe().pauses)
         self._step_timeout_s = step_timeout_s
+        self._lag = LoopLag()
         self._profiler = StepProfiler(profiler_dir)
         self._operator_aborts = OperatorAborts()
         self._thread = ExecutorThread("engine-step")
@@ -186,6 +188,7 @@ class EngineCore:
             ExecutorDeadError: the executor will never work again.
         """
         claiming = asyncio.create_task(self._claim_all())
+        watching = asyncio.create_task(self._lag.watch())
         try:
             while not claiming.done():
                 await self._turn()
@@ -193,6 +196,7 @@ class EngineCore:
         finally:
             self._ended = True
             claiming.cancel()
+            watching.cancel()
             for request in (*self._scheduler, *self._scheduler.withdraw_all()):
                 if not request.over:
                     request.fail(self.dead_error or shmring.ClosedError("the engine is stopping"))
@@ -416,6 +420,7 @@ class EngineCore:
         """Returns all counters by name."""
         self.metrics.waiting_requests = self._scheduler.waiting
         self.metrics.running_requests = self._scheduler.running
+        self.metrics.loop_lag_seconds = self._lag.seconds
         return self.metrics.collect(self.ring.statistics())
 
     def _describe(self) -> dict[str, Any]:
@@ -428,6 +433,7 @@ class EngineCore:
             "executor": description.executor,
             "model": description.model,
             "server": None if self._server is None else msgspec.to_builtins(self._server),
+            "loop_lag_s": round(self._lag.seconds, 4),
             "draining": self._draining,
             "paused": self._paused,
             "waiting": self._scheduler.waiting,

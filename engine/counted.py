@@ -89,6 +89,7 @@ _ENGINE: tuple[tuple[str, Kind, str, str], ...] = (
     ("failed_requests", "counter", "requests", "that the executor refused or failed"),
     ("refused_requests", "counter", "requests", "that never got in line: too many waited, or they made no sense"),
     ("timed_out_requests", "counter", "requests", "whose deadline passed"),
+    ("loop_lag_seconds", "gauge", "s", "how late the engine's loop was at most in the last 15 to 30 s"),
     ("log_lines_dropped", "counter", "lines", "of the engine's log that nobody read, or that could not be written"),
 )
 

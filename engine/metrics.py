@@ -27,6 +27,7 @@ class EngineMetrics:
         timed_out_requests: requests whose deadline passed.
         waiting_requests: requests that wait for a step.
         running_requests: requests in the step that is running.
+        loop_lag_seconds: how late the loop was at most in the last 15 to 30 s.
         log_lines_dropped: lines of this process' log that nobody read, or that could not be written.
     """
 
@@ -41,6 +42,7 @@ class EngineMetrics:
     timed_out_requests: int = 0
     waiting_requests: int = 0
     running_requests: int = 0
+    loop_lag_seconds: float = 0.0
     log_lines_dropped: int = 0
 
     def collect(self, ring: shmring.RingStatistics) -> dict[str, float]:

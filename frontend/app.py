@@ -34,6 +34,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import shmring
 from shmring.core.loggers import logger_of
 from shmring.engine.client import EngineClient
+from shmring.engine.loop_lag import LoopLag
 from shmring.engine.supervision import FrontendState
 from shmring.frontend.admin import admin_routes
 from shmring.frontend.admission import Admission, AdmissionMiddleware, admitted_of
@@ -61,6 +62,7 @@ from shmring.frontend.openai.tools import check_whole
 from shmring.frontend.responses import JsonPieces, JsonResponse, error_response
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import CorsSettings, FrontendSettings
+from shmring.frontend.shared_answer import SharedAnswer
 from shmring.frontend.sse import EventStream, event
 from shmring.frontend.status import Feed, status_routes
 
@@ -151,7 +153,7 @@ def create_app(
             ObservedRoute("/ready", routes.check_ready),
             ObservedRoute("/ping", routes.check_health, methods=["GET", "POST"]),
             ObservedRoute("/load", routes.load),
-            ObservedRoute("/metrics", routes.render_metrics),
+            ObservedRoute("/metrics", routes.show_metrics),
             ObservedRoute("/version", routes.version),
             *status_routes(routes.feed, viewers),
             *admin_routes(engine, settings),
@@ -224,7 +226,9 @@ class _Routes:
         self._engine = engine
         self._model = ServedModel(engine, settings.served_model_name)
         self.documentation = Documentation(settings, self._model)
-        self.feed = Feed(engine)
+        self._rendered = SharedAnswer(self._render_metrics)
+        self._lag = LoopLag()
+        self.feed = Feed(engine, self._lag)
         self._intake = MediaIntake(engine, settings)
         self.health = HealthReporter(engine, frontends, lambda: self._intake.statistics().decoders)
         self._inference = Inference(engine, self._model, self._intake, settings, self.metrics.answers)
@@ -233,7 +237,7 @@ class _Routes:
     async def running(self) -> AsyncIterator[None]:
         """Tasks that run as long as the application does."""
         aborting = self._engine.end_aborted(self.admission.abort)
-        tasks = [asyncio.create_task(work) for work in (self._sample(), self._get_ready(), aborting)]
+        tasks = [asyncio.create_task(work) for work in (self._sample(), self._lag.watch(), self._get_ready(), aborting)]
         try:
             yield
         finally:
@@ -253,6 +257,7 @@ class _Routes:
             await asyncio.sleep(_SAMPLING_S)
 
     def _take_over_numbers(self) -> None:
+        self.metrics.process.loop_lag_seconds = self._lag.seconds
         self.metrics.take_over_own(self._intake.statistics())
         for name, client in self._engine.engines.items():
             self.metrics.take_over(name, client.statistics())
@@ -372,12 +377,14 @@ class _Routes:
     async def load(self, _: Request) -> Response:
         return JsonResponse(Load(await self._engine.load()))
 
-    async def render_metrics(self, _: Request) -> Response:
+    async def show_metrics(self, _: Request) -> Response:
+        return Response(await self._rendered.get(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _render_metrics(self) -> bytes:
         self._take_over_numbers()
         names = list(self._engine.engines)
         numbers = await asyncio.gather(*map(self._numbers_of, names))
-        rendered = await self.metrics.render(dict(zip(names, numbers, strict=True)))
-        return Response(rendered, headers={"content-type": CONTENT_TYPE_LATEST})
+        return await self.metrics.render(dict(zip(names, numbers, strict=True)))
 
     async def _numbers_of(self, engine: str) -> EngineNumbers | None:
         """Returns an engine's numbers; None, which is shown as shmring_engine_up 0, if it does not answer."""

@@ -134,6 +134,14 @@ COUNTED = (
         "of frontends' logs that nobody read, or that could not be written",
         "process.log_lines_dropped",
     ),
+    Counted(
+        "shmring_frontend_loop_lag_seconds",
+        "gauge",
+        "s",
+        "how late the loop of a frontend was at most in the last 15 to 30 s; of several frontends, the longest time",
+        "process.loop_lag_seconds",
+        across_frontends="livemax",
+    ),
     # -- media ---------------------------------------------------------------------------------------------------------------
     Counted(
         "shmring_media_fetch_seconds",

@@ -87,9 +87,11 @@ class ProcessStatistics:
 
     Attributes:
         log_lines_dropped: lines of its log that nobody read, or that could not be written.
+        loop_lag_seconds: how late its loop was at most, in the last 15 to 30 s.
     """
 
     log_lines_dropped: int = 0
+    loop_lag_seconds: float = 0.0
 
 
 class _EngineCollector(Collector):

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 import shmring
 from shmring.engine.client import EngineClient
+from shmring.engine.loop_lag import LoopLag
 from shmring.frontend.callers import caller_of
 from shmring.frontend.errors import unavailable
 from shmring.frontend.observation import ObservedRoute
@@ -49,10 +50,12 @@ class Feed:
 
     Args:
         engine: whose.
+        lag: of this frontend's loop, which snapshots have beside the engine's (``frontend_loop_lag_s``).
     """
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, lag: LoopLag) -> None:
         self._engine = engine
+        self._lag = lag
         self._viewers: set[asyncio.Queue[_Snapshots | None]] = set()
         self._asking: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -96,7 +99,10 @@ class Feed:
 
     async def _snapshot_of(self, name: str) -> Any:
         try:
-            return await self._engine.inspect(name)
+            snapshot = await self._engine.inspect(name)
+            if isinstance(snapshot, RingSnapshot):
+                snapshot.program["frontend_loop_lag_s"] = round(self._lag.seconds, 4)
+            return snapshot
         except (shmring.ShmringError, TimeoutError, OSError, msgspec.ValidationError) as error:
             return {"error": str(error) or "it does not answer"}
 

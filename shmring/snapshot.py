@@ -157,6 +157,7 @@ class RingSnapshot(msgspec.Struct, frozen=True, kw_only=True):
             and ``requests``) and ``requests``, some of each caller: each has its ``client_id`` and ``number`` as in the list
             above, its ``name``, its ``owner``, its ``state`` (``running``, ``paused`` or ``waiting``), its ``place`` in line,
             ``why`` it waits, ``age_s``, ``prompt_tokens``, ``tokens`` so far, and ``seconds`` that it took of steps.
+            ``loop_lag_s``: how late its loop was at most lately.
     """
 
     name: str

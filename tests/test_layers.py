@@ -83,7 +83,7 @@ ALLOWED |= {
             f"shmring.engine.{name}"
             for name in ("flags", "option_table", "option_types", "options", "settings", "vllm_options")
         ),
-        *(f"shmring.engine.{name}" for name in ("supervision", "logs", "tracing")),
+        *(f"shmring.engine.{name}" for name in ("supervision", "logs", "loop_lag", "tracing")),
     ),
     "bench": (*PARTS, "shmring.engine", "shmring.frontend"),
 }

@@ -23,6 +23,7 @@ DECODED = "shmring_frontend_media_decoded_total"
 IN_USE = ("shmring_frontend_slots_in_use", "shmring_engine_ring_slots_in_use")
 
 _SETTLE_TIMEOUT_S = 5.0
+_METRICS_AGE_S = 1.3  # the age of an answer, and what the numbers of other frontends may be older
 _PART_TYPES = {"picture": "image_url", "recording": "audio_url", "video": "video_url"}
 
 
@@ -33,7 +34,6 @@ class Answer:
     embedding: NDArray[np.float64]
     slab_nbytes: int
     copies: int
-    decoded: int
     milliseconds: float
 
 
@@ -68,18 +68,12 @@ class Client:
     def embed(self, sample: Sample) -> Answer:
         """Has a medium embedded, and measures."""
         messages = [{"role": "user", "content": [_part(sample)]}]
-        before = self.counters()
         started = time.perf_counter()
-        response = self._client.embeddings.create(model=self._model, input=[], extra_body={"messages": messages})
+        create = self._client.embeddings.with_raw_response.create
+        response = create(model=self._model, input=[], extra_body={"messages": messages})
         elapsed_s = time.perf_counter() - started
-        after = self.counters()
-        return Answer(
-            np.array(response.data[0].embedding),
-            int(after[SLAB_BYTES] - before[SLAB_BYTES]),
-            int(after[COPIES] - before[COPIES]),
-            int(after[DECODED] - before[DECODED]),
-            elapsed_s * 1000,
-        )
+        slab_nbytes, copies = (int(response.headers[f"x-shmring-{name}"]) for name in ("slab-bytes", "copies"))
+        return Answer(np.array(response.parse().data[0].embedding), slab_nbytes, copies, elapsed_s * 1000)
 
     def chat(self, question: str, samples: Sequence[Sample], max_tokens: int, show: Callable[[str], object]) -> Chat:
         """Asks about media; each piece of the answer is shown as it comes."""
@@ -114,19 +108,19 @@ class Client:
         )
 
     def counters(self) -> dict[str, float]:
-        """Reads the server's numbers, all frontends together."""
+        """Reads the server's numbers, all frontends together, as they are now: an answer may be a second old."""
+        time.sleep(_METRICS_AGE_S)
         text = self._client.get(self._metrics_url, cast_to=str)
         families = text_string_to_metric_families(text)
         return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
 
     def settled(self) -> dict[str, float]:
-        """Reads the counters once the slab is empty: frontends update their gauges every second."""
+        """Reads the counters once the slab is empty."""
         deadline = time.monotonic() + _SETTLE_TIMEOUT_S
         while True:
             counters = self.counters()
             if time.monotonic() > deadline or not any(counters[name] for name in IN_USE):
                 return counters
-            time.sleep(0.1)
 
 
 def _part(sample: Sample) -> dict[str, Any]:

@@ -207,6 +207,16 @@ async def test_the_loop_goes_on_while_a_step_runs(socket_dir: Path) -> None:
         assert (core.metrics.steps, core.metrics.finished_requests) == (1, 1)
 
 
+async def test_what_blocks_the_loop_is_seen_in_its_numbers_and_in_snapshots(socket_dir: Path) -> None:
+    async with engine_and_client(means, socket_dir) as (_, client):
+        await client.check_health()
+        time.sleep(0.3)  # this is the engine's loop, too
+        async with asyncio.timeout(20):
+            while (await client.statistics())["loop_lag_seconds"] <= 0.2:
+                await asyncio.sleep(0)
+        assert (await client.inspect("core")).program["loop_lag_s"] > 0.2
+
+
 async def test_the_times_of_requests_are_counted_from_their_arrival(socket_dir: Path) -> None:
     gate = Gate()
     async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):

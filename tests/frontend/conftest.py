@@ -274,3 +274,9 @@ async def open_intake() -> AsyncIterator[Any]:
     yield make
     for intake in intakes:
         await intake.close()
+
+
+@pytest.fixture
+def fresh_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer of ``/metrics`` is made anew."""
+    monkeypatch.setattr("shmring.frontend.shared_answer._MAX_AGE_S", 0.0)

@@ -297,6 +297,7 @@ async def test_an_engine_that_takes_too_long(open_engine: Any, open_app: OpenApp
     await eventually(lambda: engine.client.ring.statistics().slots_in_use == 0)
 
 
+@pytest.mark.usefixtures("fresh_metrics")
 async def test_without_an_engine_all_say_503(open_engine: Any, open_app: OpenApp, body_of: Any, eventually: Any) -> None:
     engine = await open_engine()
     http, late = await open_app(engine), await open_app(engine)
@@ -352,6 +353,36 @@ async def test_requests_have_an_id(http: httpx.AsyncClient, request_id: str | No
     response = await http.get("/nothing", headers={"x-request-id": request_id} if request_id else {})
     assert (response.headers["x-request-id"] == request_id) is kept
     assert response.headers["x-request-id"]
+
+
+async def test_all_who_scrape_within_a_second_get_what_was_collected_once(
+    open_engine: Any, open_app: OpenApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.frontend.shared_answer._MAX_AGE_S", 600.0)  # however slow this is
+    engine = await open_engine()
+    http = await open_app(engine)
+    collected = engine.client.statistics
+    calls = []
+
+    async def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return await collected(*arguments, **options)
+
+    monkeypatch.setattr(engine.client, "statistics", counted)
+    together = await asyncio.gather(*(http.get("/metrics") for _ in range(20)))
+    one_after_the_other = [await http.get("/metrics") for _ in range(20)]
+    assert len({response.text for response in (*together, *one_after_the_other)}) == 1
+    assert len(calls) == 1
+
+
+@pytest.mark.usefixtures("fresh_metrics")
+async def test_the_lag_of_the_loop_is_a_number(open_engine: Any, open_app: OpenApp) -> None:
+    http = await open_app(await open_engine())
+    await asyncio.sleep(0)
+    time.sleep(0.3)  # in the loop that answers
+    async with asyncio.timeout(20):
+        while numbers_of(await http.get("/metrics"))["shmring_frontend_loop_lag_seconds"] <= 0.2:
+            await asyncio.sleep(0)
 
 
 async def test_metrics_count_what_happened(open_engine: Any, open_app: OpenApp, body_of: Any) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 import shmring
+from shmring.engine.loop_lag import LoopLag
 from shmring.engine.protocol import GenerateReply
 from shmring.frontend import status
 from shmring.frontend.keys import KeyOwner
@@ -123,7 +124,7 @@ async def test_viewers_share_what_is_asked_and_nobody_is_asked_without_them(
         return {"asked": asked}
 
     monkeypatch.setattr(engine.client, "inspect", inspect)
-    feed = Feed(engine.client)
+    feed = Feed(engine.client, LoopLag())
     with feed.watched() as first, feed.watched() as second:
         for _ in range(3):
             assert await asyncio.wait_for(first.get(), 5) == await asyncio.wait_for(second.get(), 5)

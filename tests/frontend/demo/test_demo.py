@@ -102,7 +102,7 @@ def test_a_server_that_is_not_ready_in_time_says_so_itself(capfd: pytest.Capture
 
 
 def answer(*embedding: float, copies: int = 0, slab_nbytes: int = 1) -> Answer:
-    return Answer(np.array(embedding), slab_nbytes, copies, 1, 1.0)
+    return Answer(np.array(embedding), slab_nbytes, copies, 1.0)
 
 
 def test_the_nearest_is_the_most_similar() -> None:
