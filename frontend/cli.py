@@ -134,7 +134,10 @@ def inspect(name: str, socket_dir: str | None, as_json: bool) -> None:
 @main.command()
 @_of_a_ring
 def top(name: str, socket_dir: str | None) -> None:
-    """Shows the same each second, with rates, until Ctrl-C."""
+    """Shows the same each second, with rates, until Ctrl-C.
+
+    Without a terminal, it prints a line for each engine and second: shmring top NAME | tee log.
+    """
     from shmring.frontend.top import watch
 
     raise SystemExit(watch(name, socket_dir))

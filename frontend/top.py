@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import re
 import sys
 from collections.abc import Iterable
+from datetime import datetime
 
 import click
 import msgspec
+from rich.cells import cell_len
 from rich.console import Console, ConsoleRenderable, Group
 from rich.live import Live
 from rich.table import Table
@@ -19,12 +23,16 @@ from shmring.errors import ShmringError
 from shmring.snapshot import RingSnapshot, Run
 from shmring.transport.listener import socket_path
 
-__all__ = ["print_once", "view", "watch"]
+__all__ = ["print_once", "screen_of", "view", "watch"]
 
 _EACH_S = 1.0
 _BAR_ROWS = 4
 _OLD_S = 30.0  # from which a request or a slot is marked
 _MOST_ROWS = 12
+_MOST_ERRORS = 5
+_HIGH = 24  # lines of a terminal in which the slab has all its rows
+_GAP = 2  # between two columns
+_LEAST_LONG = 12  # of a name that is cut; below that, a column is left out
 _PLAIN_WIDTH = 120  # where the output is no terminal
 # Of each state: its colour, and its letter, which says the same where there are no colours.
 _STATES = {
@@ -56,72 +64,107 @@ def print_once(name: str, socket_dir: str | None, *, as_json: bool) -> int:
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(snapshot)))
     else:
-        Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(view(snapshot, None))
+        console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+        console.print(view(snapshot, console.width))
     return 0
 
 
 def watch(name: str, socket_dir: str | None) -> int:
-    """Shows snapshots until Ctrl-C, also while there is no engine; returns the exit code."""
+    """Shows snapshots until Ctrl-C, also while there is no engine; without a terminal, a line for each engine and second.
+
+    Returns:
+        The exit code.
+    """
+    console = Console()
     try:
-        asyncio.run(_watch(name, socket_dir))
-    except KeyboardInterrupt:
+        asyncio.run(_watch(name, socket_dir, console) if console.is_interactive else _print_lines(name, socket_dir))
+    except (KeyboardInterrupt, BrokenPipeError):  # whoever read the lines has gone
         return 0
     except ValueError as error:
         click.echo(f"shmring top: {error}", err=True)
     return 1
 
 
-async def _watch(name: str, socket_dir: str | None) -> None:
-    console, before = Console(), None
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+async def _watch(name: str, socket_dir: str | None, console: Console) -> None:
+    before = None
+    with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
             try:
                 snapshot = await inspect(name, socket_dir=socket_dir)
-                live.update(view(snapshot, before, console.width), refresh=True)
+                live.update(screen_of(snapshot, before, *console.size), refresh=True)
                 before = snapshot
             except (ShmringError, OSError, TimeoutError) as error:
                 live.update(Text(_reason(error, name, socket_dir), "red"), refresh=True)
             await asyncio.sleep(_EACH_S)
 
 
-def _reason(error: Exception, name: str, socket_dir: str | None) -> str:
+async def _print_lines(name: str, socket_dir: str | None) -> None:
+    before: dict[str, RingSnapshot] = {}
+    while True:
+        for engine in _engines_of(name, socket_dir) or [name]:
+            try:
+                snapshot = await inspect(engine, socket_dir=socket_dir)
+                text = ", ".join([*_figures(snapshot, before.get(engine)), _memory(snapshot)])
+                before[engine] = snapshot
+            except (ShmringError, OSError, TimeoutError) as error:
+                text = f"{engine}: {_reason(error, engine, socket_dir)}"
+            click.echo(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {text}")
+        await asyncio.sleep(_EACH_S)
+
+
+def _engines_of(name: str, socket_dir: str | None) -> list[str]:
+    """Returns the engines of a server that has several; nothing, if there is one of this name."""
     path = socket_path(name, socket_dir)
-    engines = [each for each in engine_names(name, MAX_ENGINES) if path.with_name(f"{each}.sock").exists()]
-    if engines and not path.exists():
+    if path.exists():
+        return []
+    return [each for each in engine_names(name, MAX_ENGINES) if path.with_name(f"{each}.sock").exists()]
+
+
+def _reason(error: Exception, name: str, socket_dir: str | None) -> str:
+    if engines := _engines_of(name, socket_dir):
         return f"the server {name} has several engines: name one of {', '.join(engines)}"
     return str(error) or "the engine does not answer: its loop does not run"
 
 
-def view(snapshot: RingSnapshot, before: RingSnapshot | None, width: int = _PLAIN_WIDTH) -> Group:
-    """Returns what a terminal shows of a snapshot.
+def view(snapshot: RingSnapshot, width: int = _PLAIN_WIDTH) -> Group:
+    """Returns all of a snapshot, however many lines it has, and no text is cut."""
+    bar = _bar(snapshot, width, _BAR_ROWS)
+    parts: list[ConsoleRenderable] = [*_head(snapshot, None, width), bar, *_legend(snapshot, width)]
+    for table in _tables(snapshot):
+        parts += [Text(), table.drawn()]
+    return Group(*parts)
+
+
+def screen_of(snapshot: RingSnapshot, before: RingSnapshot | None, width: int, height: int) -> Group:
+    """Returns what fits a terminal: no line is longer, and each table has some of its rows.
 
     Args:
         snapshot: of now.
         before: an earlier one of the same engine, for rates.
-        width: of the terminal.
+        width, height: of the terminal, in characters.
     """
-    parts: list[ConsoleRenderable] = [
-        _head(snapshot, before),
-        _bar(snapshot, width),
-        _legend(),
-        _requests(snapshot),
-        _clients(snapshot),
-    ]
-    if snapshot.draining:
-        parts.insert(4, _draining(snapshot))
-    if snapshot.workers:
-        rows = ([f"{each.rank}", f"{each.pid}", f"{each.unacknowledged}"] for each in snapshot.workers)
-        parts.append(_table(["worker", "pid", "behind"], rows))
-    if snapshot.errors:
-        parts.append(_table(["ago", "error"], ([_seconds(each.age_s), each.text] for each in snapshot.errors[:5])))
-    return Group(*parts)
+    head = [*_head(snapshot, before, width), _bar(snapshot, width, _BAR_ROWS if height >= _HIGH else 1)]
+    head += _legend(snapshot, width)
+    tables = _tables(snapshot)
+    left = height - sum(len(part.plain.splitlines()) for part in head)
+    shown = [0] * len(tables)  # lines of each table, its headings included
+    while left > 0 and (smaller := [index for index, table in enumerate(tables) if shown[index] <= len(table.rows)]):
+        # One line after the other, to the table that has the fewest; the first one counts most.
+        index = min(smaller, key=lambda index: shown[index])
+        lines = 1 if shown[index] or not tables[index].rows else 2  # headings alone say nothing
+        if lines > left:
+            break
+        shown[index] += lines
+        left -= lines
+    drawn = [table.drawn(width, lines - 1) for table, lines in zip(tables, shown, strict=True) if lines]
+    return Group(*head[:height], *drawn)
 
 
-def _head(snapshot: RingSnapshot, before: RingSnapshot | None) -> Text:
+def _figures(snapshot: RingSnapshot, before: RingSnapshot | None) -> list[str]:
     now, program = snapshot.statistics, snapshot.program
-    texts = [f"{snapshot.name} (pid {snapshot.pid})", f"{now['running']} running, {now['waiting']} not yet claimed"]
+    texts = [f"{snapshot.name} (pid {snapshot.pid})", f"{now['running']} running", f"{now['waiting']} not yet claimed"]
     if "waiting" in program:
-        texts.append(f"{program['waiting']} wait for a step")
+        texts.append(f"{program['waiting']} waiting for a step")
     if before is not None and before.epoch == snapshot.epoch and snapshot.time_s > before.time_s:
         seconds = snapshot.time_s - before.time_s
         texts.append(f"{(now['finished'] - before.statistics['finished']) / seconds:.0f} requests/s")
@@ -130,24 +173,45 @@ def _head(snapshot: RingSnapshot, before: RingSnapshot | None) -> Text:
         texts.append(f"steps p50 {1e3 * steps[len(steps) // 2]:.1f} ms")
     if step := program.get("step"):
         texts.append(f"in {step['what']} for {_seconds(step['age_s'])}")
-    memory = ", ".join(f"{_mib(now[f'{part}_nbytes'])} {part}" for part in ("free", "leased", "kept", "quarantined"))
-    return Text("   ".join(texts) + f"\nof {_mib(snapshot.blocks * snapshot.block_nbytes)}: {memory}\n")
+    return texts
 
 
-def _bar(snapshot: RingSnapshot, width: int) -> Text:
+def _memory(snapshot: RingSnapshot) -> str:
+    parts = (f"{_mib(snapshot.statistics[f'{part}_nbytes'])} {part}" for part in ("free", "leased", "kept", "quarantined"))
+    return f"of {_mib(snapshot.blocks * snapshot.block_nbytes)}: {', '.join(parts)}"
+
+
+def _head(snapshot: RingSnapshot, before: RingSnapshot | None, width: int) -> list[Text]:
+    memory = [Text(part) for part in re.split("(?<=[:,]) ", _memory(snapshot))]
+    return [*_packed([Text(text) for text in _figures(snapshot, before)], width, 3), *_packed(memory, width, 1)]
+
+
+def _packed(parts: Iterable[Text], width: int, gap: int) -> list[Text]:
+    """Returns lines of whole parts."""
+    lines: list[Text] = []
+    for part in parts:
+        if lines and lines[-1].cell_len + gap + part.cell_len <= width:
+            lines[-1].append(" " * gap).append_text(part)
+        else:
+            part.truncate(width, overflow="ellipsis")
+            lines.append(part)
+    return lines
+
+
+def _bar(snapshot: RingSnapshot, width: int, rows: int) -> Text:
     """The slab, row after row, a letter for each part of it; slots lie on their leases."""
-    cells = ["free"] * (width * _BAR_ROWS)
+    cells = ["free"] * (width * rows)
     per = snapshot.blocks / len(cells)
     for run in sorted(snapshot.runs, key=_is_slot):
         first = int(run.start / per)
         last = max(first + 1, int((run.start + run.blocks) / per))
         cells[first:last] = [run.state] * (min(last, len(cells)) - first)
     text = Text()
-    for row in range(_BAR_ROWS):
+    for row in range(rows):
+        text.append("\n" if row else "")
         for state in cells[row * width : (row + 1) * width]:
             colour, letter = _STATES[state]
             text.append(letter, colour)
-        text.append("\n")
     return text
 
 
@@ -155,57 +219,110 @@ def _is_slot(run: Run) -> bool:
     return run.generation != 0
 
 
-def _legend() -> Text:
-    text = Text()
-    for state, (colour, letter) in _STATES.items():
-        text.append(f"{letter} {_MEANINGS.get(state, state)}  ", colour)
-    text.append("\n")
-    return text
+def _legend(snapshot: RingSnapshot, width: int) -> list[Text]:
+    """What the letters mean that there are."""
+    there = {"free", *(run.state for run in snapshot.runs)}
+    texts = [
+        Text(f"{letter} {_MEANINGS.get(state, state)}", colour) for state, (colour, letter) in _STATES.items() if state in there
+    ]
+    return _packed(texts, width, 2)
 
 
-def _requests(snapshot: RingSnapshot) -> Table:
-    rows = (
-        [_seconds(each.age_s), each.state, each.name or f"number {each.number}", f"{each.client_id}", _mib(each.nbytes)]
-        for each in snapshot.requests[:_MOST_ROWS]
-    )
-    old = [each.age_s > _OLD_S and each.nbytes > 0 for each in snapshot.requests]
-    return _table(["age", "state", f"request ({snapshot.request_count})", "frontend", "in slots"], rows, old)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Table:
+    """A table, one column of which has texts of any length.
+
+    Attributes:
+        headings: of the columns.
+        rows: as many as there are in the snapshot, or the first ones.
+        marked: for each row, whether it is worth a look.
+        long: the column of texts of any length.
+        spare: columns that are left out where there is no room, the first one first.
+    """
+
+    headings: list[str]
+    rows: list[list[str]]
+    marked: list[bool]
+    long: int
+    spare: tuple[int, ...] = ()
+
+    def drawn(self, width: int | None = None, rows: int = _MOST_ROWS) -> Table:
+        """Returns it, for a terminal.
+
+        Args:
+            width: that it has; its long texts are cut then. None: as much as it needs.
+            rows: the most that are shown.
+        """
+        shown = self.rows[:rows]
+        columns, long_width = list(range(len(self.headings))), 0
+        widths = [max(cell_len(row[index]) for row in [self.headings, *shown]) for index in columns]
+        if width is not None:
+            spare = list(self.spare)
+            while True:
+                long_width = width - sum(widths[index] + _GAP for index in columns if index != self.long)
+                if long_width >= min(widths[self.long], _LEAST_LONG) or not spare:
+                    break
+                columns.remove(spare.pop(0))
+        table = Table(box=None, header_style="dim", padding=(0, _GAP, 0, 0), pad_edge=False)
+        for index in columns:
+            is_cut = width is not None and index == self.long
+            table.add_column(
+                self.headings[index],
+                no_wrap=width is not None,
+                overflow="ellipsis" if is_cut else "fold",
+                max_width=max(1, long_width) if is_cut else None,
+            )
+        for row, is_marked in zip(shown, self.marked, strict=False):
+            # Text: what callers have sent is no markup.
+            table.add_row(*(Text(row[index]) for index in columns), style="red" if is_marked else None)
+        return table
 
 
-def _draining(snapshot: RingSnapshot) -> Table:
-    rows = (
-        [_seconds(each.age_s), each.request or "unknown", f"{each.client_id}", _mib(each.nbytes)]
-        for each in snapshot.draining[:_MOST_ROWS]
-    )
-    old = [each.age_s > _OLD_S for each in snapshot.draining]
-    return _table(["age", f"left and still viewed ({snapshot.draining_count})", "frontend", "memory"], rows, old)
-
-
-def _clients(snapshot: RingSnapshot) -> Table:
-    rows = (
+def _tables(snapshot: RingSnapshot) -> list[_Table]:
+    """Returns the tables of what there is, the most important first."""
+    requests = _Table(
+        ["age", "state", f"request ({snapshot.request_count})", "frontend", "in slots"],
         [
-            f"{each.client_id} {each.name}",
-            each.state,
-            f"{each.pid}",
-            f"{_mib(each.leased_nbytes)} in {each.leases}",
-            f"{each.slots}",
-            f"{each.requests}",
-            f"{_mib(each.wants_nbytes)}, {_seconds(each.waits_s)}" if each.wants_nbytes else "",
-        ]
-        for each in snapshot.clients[:_MOST_ROWS]
+            [_seconds(each.age_s), each.state, each.name or f"number {each.number}", f"{each.client_id}", _mib(each.nbytes)]
+            for each in snapshot.requests
+        ],
+        [each.age_s > _OLD_S and each.nbytes > 0 for each in snapshot.requests],
+        long=2,
+        spare=(3,),
     )
-    worrying = [each.state != "connected" or each.wants_nbytes > 0 for each in snapshot.clients]
-    headings = [f"frontend ({snapshot.client_count})", "state", "pid", "leased", "slots", "requests", "waits for"]
-    return _table(headings, rows, worrying)
-
-
-def _table(headings: list[str], rows: Iterable[list[str]], marked: Iterable[bool] = ()) -> Table:
-    table = Table(*headings, box=None, header_style="dim", padding=(0, 2, 0, 0))
-    marks = list(marked)
-    for number, row in enumerate(rows):
-        # Text: what callers have sent is no markup.
-        table.add_row(*map(Text, row), style="red" if number < len(marks) and marks[number] else None)
-    return table
+    draining = _Table(
+        ["age", f"left and still viewed ({snapshot.draining_count})", "frontend", "memory"],
+        [
+            [_seconds(each.age_s), each.request or "unknown", f"{each.client_id}", _mib(each.nbytes)]
+            for each in snapshot.draining
+        ],
+        [each.age_s > _OLD_S for each in snapshot.draining],
+        long=1,
+        spare=(2,),
+    )
+    clients = _Table(
+        [f"frontend ({snapshot.client_count})", "state", "pid", "leased", "slots", "requests", "waits for"],
+        [
+            [
+                f"{each.client_id} {each.name}",
+                each.state,
+                f"{each.pid}",
+                f"{_mib(each.leased_nbytes)} in {each.leases}",
+                f"{each.slots}",
+                f"{each.requests}",
+                f"{_mib(each.wants_nbytes)}, {_seconds(each.waits_s)}" if each.wants_nbytes else "",
+            ]
+            for each in snapshot.clients
+        ],
+        [each.state != "connected" or each.wants_nbytes > 0 for each in snapshot.clients],
+        long=0,
+        spare=(4, 5, 2, 3),
+    )
+    rows = [[f"{each.rank}", f"{each.pid}", f"{each.unacknowledged}"] for each in snapshot.workers]
+    workers = _Table(["worker", "pid", "behind"], rows, [False] * len(rows), long=0)
+    rows = [[_seconds(each.age_s), each.text] for each in snapshot.errors[:_MOST_ERRORS]]
+    errors = _Table(["ago", "error"], rows, [False] * len(rows), long=1)
+    return [requests, clients, *(table for table in (draining, errors, workers) if table.rows)]
 
 
 def _seconds(seconds: float) -> str:

@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import io
 import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from click.testing import CliRunner
+from rich.cells import cell_len
 from rich.console import Console
 
 import shmring
 from shmring.frontend import top
 from shmring.frontend.cli import main
 
+ROOT = Path(__file__).resolve().parents[2]
+ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[a-zA-Z]|[()][A-Z0-9])")
+
 
 def shown(snapshot: shmring.RingSnapshot, before: shmring.RingSnapshot | None = None) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(top.view(snapshot, before))
-    return console.file.getvalue()  # type: ignore[attr-defined]  # it is a StringIO
+    return "\n".join(lines_of(snapshot, 120, 40, before))
+
+
+def lines_of(snapshot: shmring.RingSnapshot, width: int, height: int, before: shmring.RingSnapshot | None = None) -> list[str]:
+    """Returns the lines that a terminal shows; more columns than it has would wrap them."""
+    console = Console(file=io.StringIO(), width=10 * width)
+    console.print(top.screen_of(snapshot, before, width, height))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]  # it is a StringIO
 
 
 async def run(*arguments: str) -> Any:
@@ -74,7 +95,7 @@ async def test_the_server_s_steps_are_shown(serve: Any) -> None:
     ring = await serve()
     ring.add_to_snapshots(lambda: {"waiting": 3, "steps_s": [0.001, 0.002, 0.5], "step": {"what": "a step", "age_s": 61.0}})
     text = shown(ring.inspect())
-    assert "3 wait for a step" in text
+    assert "3 waiting for a step" in text
     assert "steps p50 2.0 ms" in text
     assert "in a step for 61 s" in text
 
@@ -93,3 +114,111 @@ async def test_a_server_with_several_engines_has_none_of_its_own_name(socket_dir
         1,
         "shmring inspect: the server two has several engines: name one of two-0, two-1\n",
     )
+
+
+# -- what fits a terminal -----------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def crowded(serve: Any, connect: Any) -> AsyncIterator[shmring.Ring[Any]]:
+    """A ring with all that a snapshot shows, and names that are as long as they may be."""
+    ring = await serve(slab_nbytes="64MiB")
+    clients = [await connect(description=f"frontend {number} " + "x" * 100) for number in range(14)]
+    answers = [
+        asyncio.create_task(client.request({"x": torch.zeros(300_000)}, request_id=f"{number}-{again}-" + "漢" * 80))
+        for again in range(2)
+        for number, client in enumerate(clients)
+    ]
+    claims = [await ring.claim() for _ in range(4)]
+    kept = []
+    for claim in claims[:2]:
+        with claim:
+            kept.append(claim.payload["x"])
+            await claim.reply(1)
+    ring.add_to_snapshots(lambda: {"waiting": 3, "steps_s": [0.001], "step": {"what": "a step", "age_s": 61.0}})
+    try:
+        yield ring
+    finally:
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+        del claims, claim, kept
+
+
+async def test_all_rows_fit_the_terminal_and_nothing_wraps(serve: Any, connect: Any) -> None:
+    async with crowded(serve, connect) as ring:
+        errors = [shmring.snapshot.ErrorSnapshot(1.0, "x" * 200)] * 9
+        snapshot = msgspec.structs.replace(ring.inspect(), errors=errors)
+    for width, height in ((80, 24), (60, 20), (120, 50), (40, 12), (20, 5)):
+        lines = lines_of(snapshot, width, height, snapshot)
+        assert max(map(cell_len, lines)) <= width, lines
+        assert len(lines) <= height, lines
+        if width >= 60:
+            requests = f"request ({snapshot.request_count})"
+            for part in (requests, "frontend (14)", "left and still viewed (2)", "error", "d left, still viewed", "-0-漢"):
+                assert part in "\n".join(lines), lines
+
+
+async def test_what_is_asked_for_once_is_not_cut(serve: Any, connect: Any, socket_dir: Path) -> None:
+    async with crowded(serve, connect) as ring:
+        result = await run("inspect", ring.name, "--socket-dir", str(socket_dir))
+        words = result.stdout.replace("\n", "").replace(" ", "")
+        assert "漢" * 20 in words
+        assert words.count("漢") >= 12 * 80
+        assert "…" not in result.stdout
+
+
+def top_command(name: str, socket_dir: Path) -> list[str]:
+    return [sys.executable, "-P", "-m", "shmring.frontend.cli", "top", name, f"--socket-dir={socket_dir}"]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20)])
+async def test_a_terminal_shows_it_in_place(serve: Any, connect: Any, socket_dir: Path, width: int, height: int) -> None:
+    async with crowded(serve, connect) as ring:
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+        environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+        command = top_command(ring.name, socket_dir)
+        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+            os.close(theirs)
+            said = b""
+            while said.count(b"frontend (14)") < 2:  # it has drawn it twice
+                data = await asyncio.to_thread(os.read, ours, 65536)
+                assert data
+                said += data
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(process.wait, 60) == 0
+            os.close(ours)
+    frames = said.decode(errors="replace").split("\x1b[H")[1:-1]  # each begins at the upper left
+    assert frames
+    for frame in frames:
+        lines = ESCAPE.sub("", frame).split("\r\n")
+        assert len(lines) <= height
+        assert max(cell_len(line) for line in lines) <= width
+
+
+async def test_without_a_terminal_there_is_a_line_for_each_engine_and_second(serve: Any, socket_dir: Path) -> None:
+    await serve(name="two-0")
+    await serve(name="two-1")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = await asyncio.create_subprocess_exec(*top_command("two", socket_dir), stdout=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    lines = [(await asyncio.wait_for(process.stdout.readline(), 60)).decode() for _ in range(4)]
+    for line, name in zip(lines, ["two-0", "two-1"] * 2, strict=True):
+        assert re.match(rf"\d{{4}}-\d\d-\d\dT\S+ {name} \(pid {os.getpid()}\), 0 running, 0 not yet claimed, ", line), line
+        assert " MiB: " in line
+        assert " MiB free, " in line
+    assert ["requests/s" in line for line in lines] == [False, False, True, True]
+    process.send_signal(signal.SIGINT)
+    assert await asyncio.wait_for(process.wait(), 60) == 0
+
+
+async def test_without_a_terminal_and_an_engine_it_goes_on_until_nobody_reads(socket_dir: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = await asyncio.create_subprocess_exec(*top_command("nobody", socket_dir), stdout=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    for _ in range(2):
+        assert b" nobody: no engine listens at " in await asyncio.wait_for(process.stdout.readline(), 60)
+    process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]  # as `| head -2` does
+    assert await asyncio.wait_for(process.wait(), 60) == 0
