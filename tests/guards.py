@@ -1258,6 +1258,13 @@ GUARDS = (
         "tests/integration/test_engines.py::test_what_is_not_sent_to_an_engine_that_stops_goes_to_another",
     ),
     Guard(
+        "a caller whose memory does not come keeps no others of its client waiting",
+        "shmring/core/client_book.pyx",
+        "if is_awaited and first.vain_moments == first.patience:",
+        "if False:",
+        "tests/core/test_client_book.py::test_who_waits_in_vain_lets_smaller_ones_pass",
+    ),
+    Guard(
         "a request that waits for space leaves its turn to others",
         "shmring/client/sending.py",
         """        flight.end()

@@ -76,7 +76,8 @@ async def test_sizes_of_all_kinds_on_many_clients(serve: Any, connect: Any, sett
     await settled(ring)
 
 
-async def test_waiters_are_served_strictly_in_order(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_waiters_are_served_in_order(serve: Any, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmring.memory.slots._MOMENT_S", 1000.0)  # the first one waits for a second at most
     await serve(slab_nbytes="256KiB")
     client = await connect()
     blocker = await client.slot(200_000)

@@ -198,7 +198,10 @@ async def test_a_storm(client: shmring.Client, ring: shmring.Ring, connect: Any,
     await clients[1].close()
 
 
-async def test_cancelling_the_first_waiter_passes_its_turn_on(client: shmring.Client, eventually: Any) -> None:
+async def test_cancelling_the_first_waiter_passes_its_turn_on(
+    client: shmring.Client, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.memory.slots._MOMENT_S", 1000.0)  # it lets nobody pass by itself
     blocker = await client.slot(400_000)
     first = asyncio.create_task(_slot(client, 400_000))
     rest = [asyncio.create_task(_slot(client, 10_000)) for _ in range(5)]

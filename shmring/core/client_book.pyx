@@ -2,9 +2,20 @@
 
 Theory of operation: sans-I/O, like the engine's ``engine_book.pyx``. A method takes an event (and ``now``, where time matters),
 changes the book and returns effects that the client must carry out in order: send this message, wake that waiter. Slots
-are allocated inside leases with no message and no lock. Waiters are served strictly in order. While the first waits for a
-lease, all empty leases go back to the engine, since the slot that it needs did not fit into them. So two frontends that wait
-for each other's memory can't both keep it.
+are allocated inside leases with no message and no lock. While a waiter waits for a lease, all empty leases go back to the
+engine, since the slot that it needs did not fit into them. So two frontends that wait for each other's memory can't both keep
+it.
+
+Waiters are served in order. The lease request, of which there is one at a time, stands for the first that finds no slot, and
+those behind it wait. What it waits for may not come: a process that has stopped keeps its memory. So it has a bounded patience.
+When that is used up, and somebody behind it wants fewer blocks, it *rests* for as long as it has waited, and lets those pass
+that want less. It still takes what fits, and the request stands for it if it stands for nobody else; who wants as much or more
+waits with it. Then it has its turn again, and is twice as patient each time. So whatever ends in any bounded time is outlasted,
+and a stream of small ones can't overtake a large one for ever. For those behind the waiter whose turn it is, time stands still.
+Otherwise two that are equally patient could take turns, and a third one would never have one.
+
+The client says when another moment has passed (:meth:`ClientBook.moment_passed`); a moment is its to choose, the book has no
+clock. While somebody rests, an event looks at each waiter; otherwise it looks at the first only.
 
 A slot is *held* while the caller has it (inside ``async with client.slot()``) and *viewed* while a view of it is alive in
 this process; it becomes free only when it is neither, nor with the engine. A held slot that the engine has released is
@@ -26,7 +37,7 @@ engine's; a free slot is in no list; at most one lease request is outstanding.
 import cython
 
 from libc.math cimport INFINITY
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport UINT64_MAX, int64_t, uint64_t
 
 from shmring.core.effects import Acquired, Send
 from shmring.core.messages import DEVICE_MEMORY, LeaseRequest, LeaseReturn, SlotRef
@@ -62,6 +73,10 @@ cdef enum:
     # stream of equal or nearly equal sizes go on using their lease without asking.
     LARGE_SHARE = 9
     OF_LARGE = 10
+
+cdef enum:
+    # So many moments end before a waiter rests for the first time. Its turn may have come at the end of the first of them.
+    FIRST_PATIENCE = 2
 
 
 @cython.final
@@ -123,6 +138,9 @@ cdef class Waiter:
 
     cdef public uint64_t nbytes
     cdef public bint held
+    cdef public uint64_t vain_moments  # of its turn, as many as its patience at most
+    cdef public uint64_t rest_moments  # so many more it lets those pass that want less
+    cdef public uint64_t patience      # so many moments its turn lasts, where somebody behind it wants less
 
 
 cdef class ClientBook:
@@ -282,7 +300,7 @@ cdef class ClientBook:
         """Waits in line for a slot; :class:`Acquired` with this ticket comes as an effect of this or a later event."""
         cdef Waiter waiter = Waiter.__new__(Waiter)
         self.check_capacity(nbytes)
-        waiter.nbytes, waiter.held = nbytes, held
+        waiter.nbytes, waiter.held, waiter.patience = nbytes, held, FIRST_PATIENCE
         self._waiters[ticket] = waiter
         return self.serve() or []
 
@@ -297,6 +315,29 @@ cdef class ClientBook:
     def cancel(self, ticket) -> list[ClientEffect]:
         """Leaves the line, and passes the turn on."""
         self._waiters.pop(ticket, None)
+        return self.serve() or []
+
+    def moment_passed(self) -> list[ClientEffect]:
+        """Another moment has passed while callers wait. The client says so as long as there is one that is :attr:`waiting`."""
+        cdef Waiter waiter, first = None
+        cdef uint64_t blocks, least = UINT64_MAX
+        cdef bint is_awaited = False  # whether somebody behind the first wants less
+        for waiter in self._waiters.values():
+            blocks = slot_blocks(waiter.nbytes)
+            if blocks >= least:
+                continue
+            if first is not None:
+                is_awaited = True
+                break
+            least = blocks
+            if waiter.rest_moments:
+                waiter.rest_moments -= 1
+            else:
+                first = waiter
+        if first is not None:
+            first.vain_moments += first.vain_moments < first.patience
+            if is_awaited and first.vain_moments == first.patience:
+                first.rest_moments, first.vain_moments, first.patience = first.patience, 0, 2 * first.patience
         return self.serve() or []
 
     def check_capacity(self, nbytes: int) -> None:
@@ -351,24 +392,34 @@ cdef class ClientBook:
         )
 
     cdef list serve(self):
-        """Serves waiters in order. Asks for, withdraws and returns leases as the first waiter that is not served needs it."""
+        """Serves waiters in order. Asks for, withdraws and returns leases as the first one that is not served, and does not rest,
+        needs it."""
         cdef Waiter waiter, first = None
         cdef HeldLease lease
         cdef ClientSlotRecord slot
-        cdef list effects, spare
-        cdef uint64_t needed = 0
+        cdef list effects, served, spare
+        cdef uint64_t needed = 0, blocks, least = UINT64_MAX  # of those that rest
         if not (self._waiters or self._wish_nbytes or self._requested_nbytes or self._recalls):
             return None
-        effects, spare = [], []
-        while self._waiters:
-            ticket, waiter = next(iter(self._waiters.items()))
+        effects, served, spare = [], [], []
+        for ticket, waiter in self._waiters.items():
+            blocks = slot_blocks(waiter.nbytes)
+            if blocks >= least:
+                continue
             slot = self.find_slot(waiter.nbytes, waiter.held)
-            if slot is None:
+            if slot is not None:
+                served.append(ticket)
+                effects.append(Acquired(ticket, slot))
+            elif waiter.rest_moments:
+                least = blocks
+            else:
                 first = waiter
                 break
+        for ticket in served:
             del self._waiters[ticket]
-            effects.append(Acquired(ticket, slot))
-        # The first waiter's slot fits into no empty lease, or the waiter would have it.
+        if first is None and self._waiters:
+            first = next(iter(self._waiters.values()))
+        # Its slot fits into no empty lease, or it would have it.
         for lease in self.leases.values():
             if lease.is_empty() and (lease.recalled or first is not None):
                 spare.append(lease)

@@ -5,8 +5,11 @@ one for each memory: :class:`HostSlots` for the slab, and :class:`~shmring.gpu.d
 They differ in the type of a slot, and in the moment when a left slot is free. The work on every message does not come through
 here: the :class:`~shmring.core.compiled.ClientEnd` and the book do it.
 
-Invariants: waiters are served in order, and one that is cancelled passes its turn on; after the session's end, nothing is sent
-and no waiter is woken.
+While callers wait, a timer says to the book when another moment has passed: it has no clock, and one caller's large slot may
+have to wait for a process that has stopped.
+
+Invariants: waiters are served as the book says, and one that is cancelled passes its turn on; after the session's end, nothing
+is sent and no waiter is woken.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ __all__ = ["HostSlots", "Owner", "Slots"]
 
 logger = logger_of("shmring.client")
 
+_MOMENT_S = 1.0  # of which the book gives two to who can't be served, before smaller ones pass: slots come in milliseconds
 _DRAIN_WARNING_S = 1.0  # a caller that waits this long while views keep slots is told so in the log
 
 
@@ -87,6 +91,7 @@ class Slots:
         self._line: Line[ClientSlotRecord] = Line()
         self._left: dict[int, ClientSlotRecord] = {}  # by id: left by their caller, and still in use
         self._expiry: asyncio.TimerHandle | None = None
+        self._moment: asyncio.TimerHandle | None = None  # while callers wait, and until the end of one moment more
         self._is_lost = False
 
     # -- what differs from one memory to another ---------------------------------------------------------------------------
@@ -187,6 +192,12 @@ class Slots:
             else:
                 self._owner.link.send(effect.message)
         self._plan_expiry()
+        if self._moment is None and self.book.waiting:
+            self._moment = self._loop.call_later(_MOMENT_S, self._moment_passed)
+
+    def _moment_passed(self) -> None:
+        self._moment = None
+        self.carry_out(self.book.moment_passed())
 
     def _plan_expiry(self) -> None:
         if self._expiry is None and (when := self.book.next_expiry()) is not None:
@@ -217,8 +228,9 @@ class Slots:
     def lose(self) -> list[Place[Any]]:
         """The session has ended; returns the futures that tasks wait for."""
         self._is_lost = True
-        if self._expiry is not None:
-            self._expiry.cancel()
+        for timer in (self._expiry, self._moment):
+            if timer is not None:
+                timer.cancel()
         return [*self._line]
 
 

@@ -5,6 +5,7 @@ Sizes are in blocks; the book under test belongs to client 1 of a slab of 32 blo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -400,6 +401,165 @@ def test_who_waits_for_what_was_wished_for_says_that_he_waits() -> None:
     assert book.prefetch(content(3)) == [wishes(1, 3)]
     assert book.queue(1, content(3), held=False) == [asks(2, 3)]
     assert book.cancel(1) == [wishes(3, 3)]
+
+
+# -- who waits for what does not come ------------------------------------------------------------------------------------------
+
+
+def pass_moments(book: ClientBook, moments: int) -> list[ClientEffect]:
+    effects = [effect for _ in range(moments) for effect in book.moment_passed()]
+    book.check()
+    return effects
+
+
+def waiting_book(*blocks: int) -> ClientBook:
+    """A book with one block, which is taken, and waiters 1, 2, ... for so many blocks."""
+    book = base_book(1, lease_blocks=1)
+    take(book)
+    for ticket, wanted in enumerate(blocks, 1):
+        book.queue(ticket, content(wanted), held=False)
+    return book
+
+
+def test_who_waits_in_vain_lets_smaller_ones_pass() -> None:
+    book = waiting_book(5, 2)
+    assert pass_moments(book, 1) == []
+    assert pass_moments(book, 1) == [asks(2, 2)]  # in the place of what the first waits for
+    assert tickets(grant(book, 2, 10, 2)) == [2]
+    assert book.waiting == 1
+
+
+def test_who_lets_others_pass_asks_where_nobody_else_does() -> None:
+    book = waiting_book(5, 2)
+    pass_moments(book, 2)
+    assert grant(book, 2, 10, 2)[1:] == [asks(3, 5)]
+    assert tickets(grant(book, 3, 12, 5)) == [1]
+
+
+def test_smaller_ones_that_come_later_pass_as_well() -> None:
+    book = waiting_book(5, 2)
+    pass_moments(book, 2)
+    grant(book, 2, 10, 2)
+    assert book.queue(3, content(3), held=False) == [asks(4, 3)]
+    assert book.acquire(content(1), held=False) is None, "who waits in line comes first all the same"
+
+
+def test_who_lets_others_pass_takes_what_fits() -> None:
+    book = waiting_book(5, 2)
+    pass_moments(book, 2)
+    assert tickets(grant(book, 2, 10, 5, token=1)) == [1], "that crossed the request of the smaller one"
+
+
+def test_who_wants_as_much_or_more_does_not_pass() -> None:
+    book = waiting_book(10, 11, 10, 4)
+    assert pass_moments(book, 2) == [asks(2, 4)]
+    effects = grant(book, 2, 2, 4)
+    assert tickets(effects) == [4]
+    assert effects[1:] == [asks(3, 10)]
+    assert tickets(grant(book, 3, 6, 11)) == [1], "the second wanted all of it"
+
+
+def test_who_waits_alone_or_before_larger_ones_has_its_turn_as_long_as_it_likes() -> None:
+    book = waiting_book(5, 5)
+    assert pass_moments(book, 50) == []
+    book.queue(3, content(2), held=False)
+    assert pass_moments(book, 1) == [asks(2, 2)], "it has waited for long already"
+    assert pass_moments(book, 1) == []
+    assert pass_moments(book, 1) == [asks(3, 5)]
+
+
+def test_for_those_behind_who_has_the_turn_time_stands_still() -> None:
+    """Else the second would have used its patience up whenever the first has its turn again, and the third never had one."""
+    book = waiting_book(5, 3, 2)
+    assert pass_moments(book, 2) == [asks(2, 3)]
+    assert pass_moments(book, 2) == [asks(3, 5)]  # the second begins to rest
+    assert pass_moments(book, 3) == []
+    assert pass_moments(book, 1) == [asks(4, 2)]
+    assert pass_moments(book, 1) == []
+    assert pass_moments(book, 1) == [asks(5, 3)]  # it has rested
+    assert pass_moments(book, 1) == []
+    assert pass_moments(book, 1) == [asks(6, 5)]
+
+
+def test_each_turn_and_each_rest_is_twice_as_long_as_the_last() -> None:
+    book = waiting_book(5, 2)
+    for moments in (2, 4, 8, 16):
+        assert pass_moments(book, moments - 1) == []
+        [request] = pass_moments(book, 1)
+        assert request == asks(book._token, 2), "it rests"
+        assert pass_moments(book, moments - 1) == []
+        [request] = pass_moments(book, 1)
+        assert request == asks(book._token, 5), "it has its turn"
+
+
+@for_each("kept_for", [1, 3, 10, 40])
+def test_a_stream_of_small_ones_does_not_overtake_a_large_one_for_ever(kept_for: int) -> None:
+    """There are twelve blocks. Small slots come in each moment, and each is kept for a while."""
+    book = base_book(12)
+    slots = [take(book, 3) for _ in range(4)]
+    leaves = dict(zip(slots, itertools.count(1), strict=False))  # when
+    book.queue(0, content(12), held=False)
+    is_lent, is_wanted, passed = True, True, 0
+    for moment in range(1, 12 * kept_for + 12):
+        effects = book.queue(moment, content(3), held=False) + pass_moments(book, 1)
+        for slot in [slot for slot, when in leaves.items() if when <= moment]:
+            del leaves[slot]
+            effects += book.give_up(slot, NOW)
+        while effects:
+            match effects.pop(0):
+                case Acquired(0, _):
+                    assert kept_for == 1 or passed, "others have passed it before"
+                    return
+                case Acquired(_, slot):
+                    leaves[slot] = moment + kept_for
+                    passed += 1
+                case Send(LeaseReturn()):
+                    is_lent = False
+                case Send(LeaseRequest(_, nbytes)):
+                    is_wanted = nbytes > 0
+            if is_wanted and not is_lent:
+                is_wanted, is_lent = False, True
+                effects += grant(book, moment + 1, 1, 12)
+    pytest.fail("the large one was never served")
+
+
+def test_who_rests_and_leaves_passes_nothing_on() -> None:
+    book = waiting_book(5, 6, 2)
+    pass_moments(book, 2)
+    assert book.cancel(1) == [asks(3, 6)], "the second has the turn that waited with the first"
+    assert pass_moments(book, 2) == [asks(4, 2)]
+
+
+def test_whoever_has_the_turn_and_leaves_gives_it_back() -> None:
+    book = waiting_book(5, 3, 2)
+    pass_moments(book, 2)
+    assert book.cancel(2) == [asks(3, 2)]
+    assert book.cancel(3) == [asks(4, 5)]
+    assert book.cancel(1) == [asks(5, 0)]
+    assert pass_moments(book, 3) == []
+
+
+def test_what_is_empty_goes_back_while_somebody_rests() -> None:
+    book = waiting_book(5, 2)
+    pass_moments(book, 2)
+    [acquired, *_] = grant(book, 2, 10, 2)
+    assert isinstance(acquired, Acquired)
+    assert book.give_up(acquired.slot, NOW) == [gives_back(2)]
+
+
+def test_a_wish_waits_for_who_rests() -> None:
+    book = waiting_book(5, 2)
+    pass_moments(book, 2)
+    assert book.prefetch(content(1)) == []
+    assert book.cancel(1) == []
+    assert book.cancel(2) == [wishes(3, 1)]
+
+
+def test_no_moment_passes_for_nobody() -> None:
+    book = base_book()
+    before = plain(book)
+    assert book.moment_passed() == []
+    assert plain(book) == before
 
 
 # -- using ---------------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """A frontend's book, compiled and in Python side by side, against a plain model: who has each block.
 
-The engine grants, recalls and releases as it likes.
+The engine grants, recalls and releases as it likes. Whoever is overtaken rests, or waits with one that rests and wants no more.
 At the end of each example everything is given up and the engine grants what is asked for: every waiter must be served.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from hypothesis import settings
@@ -129,7 +129,9 @@ class ClientBookMachine(RuleBasedStateMachine):
         for effect in effects:
             match effect:
                 case Acquired(ticket, slot):
-                    assert ticket == next(iter(self.waiters)), "somebody was overtaken"
+                    may = [*self.may_be_served()]
+                    assert ticket in may, "somebody was overtaken"
+                    assert all(self.rests(other) for other in may[: may.index(ticket)]), "somebody was overtaken in its turn"
                     self.took(slot, self.waiters.pop(ticket))
                 case Send(LeaseReturn(lease_ids)):
                     assert lease_ids
@@ -145,6 +147,19 @@ class ClientBookMachine(RuleBasedStateMachine):
                     self.last_token = token
                     self.crossed = self.request
                     self.request = request if nbytes else None
+
+    def rests(self, ticket: int) -> bool:
+        return ticket in self.book._waiters and self.book._waiters[ticket].rest_moments > 0
+
+    def may_be_served(self) -> Iterator[int]:
+        """Yields who is served as soon as there is room: those that rest, who wants less than these, and who has the turn."""
+        least = LEASABLE + 1
+        for ticket, blocks in self.waiters.items():
+            if blocks < least:
+                yield ticket
+                if not self.rests(ticket):
+                    return
+                least = blocks
 
     def draw_from(self, data: Any, items: Iterable[T]) -> T:
         return data.draw(st.sampled_from(list(items)))  # type: ignore[no-any-return]
@@ -179,6 +194,12 @@ class ClientBookMachine(RuleBasedStateMachine):
         ticket = self.draw_from(data, self.waiters)
         del self.waiters[ticket]
         self.carry_out(self.book.cancel(ticket))
+
+    @precondition(lambda self: len(self.waiters) > 1)
+    @rule(moments=st.sampled_from([1, 1, 2, 5]))
+    def moments_pass(self, moments: int) -> None:
+        for _ in range(moments):
+            self.carry_out(self.book.moment_passed())
 
     @precondition(lambda self: self.in_state(ClientSlot.WRITING, ClientSlot.CACHED))
     @rule(data=st.data())
@@ -308,11 +329,12 @@ class ClientBookMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_in_vain(self) -> None:
         if self.waiters:
-            first = next(iter(self.waiters.values()))
-            assert not self.can_acquire(first), "the first could be served"
+            may = [*self.may_be_served()]
+            assert not any(self.can_acquire(self.waiters[ticket]) for ticket in may), "a waiter could be served"
+            blocks = self.waiters[may[0] if self.rests(may[-1]) else may[-1]]  # whose turn it is, or of all that rest the first
             request = self.request
-            is_requested = request is not None and request.waits and request.nbytes == first * BLOCK_NBYTES
-            assert is_requested or len(self.leases) >= MAX_LEASES, "nobody asks for what the first needs"
+            is_requested = request is not None and request.waits and request.nbytes == blocks * BLOCK_NBYTES
+            assert is_requested or len(self.leases) >= MAX_LEASES, "nobody asks for what is needed"
         elif not self.prefetched_blocks:
             assert self.request is None, "a lease is asked for that nobody needs"
 

@@ -19,6 +19,7 @@ from shmring.ring import inspection
 LIMIT_S = 60  # which only a hang reaches
 NBYTES = 600_000  # more than a half of a lease
 LARGE_NBYTES = 3_000_000  # there is no room for it beside such a lease, nor for NBYTES beside it
+CUT_NBYTES = 1_500_000  # likewise on one side of a lease in the middle
 #: Room for three leases of 1 MiB, and for nothing of this size beside them.
 CROWDED: dict[str, Any] = {
     "slab_nbytes": 3 * (1 << 20) + (192 << 10),
@@ -101,6 +102,29 @@ async def test_small_requests_go_on_beside_a_large_one_that_waits_for_what_a_han
         await claim.done("done")
     assert await asyncio.wait_for(submission.result(), LIMIT_S) == "done"
     (await asyncio.wait_for(waiting, LIMIT_S)).close()
+
+
+async def test_callers_go_on_beside_a_large_one_of_their_own_client_that_waits_for_a_stopped_frontend(
+    serve: Any, connect: Any, launch: Callable[..., Any], socket_dir: Path, settled: Any
+) -> None:
+    """The stopped one's lease lies in the middle, so that no range is as large as what the large one wants."""
+    ring = await serve(lambda claim: claim.reply("done"), **CROWDED | {"client_quota_nbytes": "3MiB"})
+    first = await connect(lease_nbytes="1MiB")
+    stopped = launch("frontend", "write", "test", str(socket_dir))
+    assert await stopped.said() == ["writing"]
+    stopped.signal(signal.SIGSTOP)
+    client = await connect(lease_nbytes="1MiB")
+    large = asyncio.create_task(client.request(torch.zeros(CUT_NBYTES, dtype=torch.uint8)))
+    await asyncio.sleep(0)
+    for nbytes in (NBYTES, 50_000, NBYTES):
+        answer = client.request(torch.zeros(nbytes, dtype=torch.uint8))
+        assert await asyncio.wait_for(answer, LIMIT_S) == "done"
+    assert not large.done()
+    stopped.signal(signal.SIGKILL)
+    assert await asyncio.wait_for(large, LIMIT_S) == "done"
+    for each in (first, client):
+        await each.close()
+    await settled(ring)
 
 
 async def test_the_log_says_who_does_not_answer(

@@ -56,10 +56,13 @@ class ClientSlotRecord:
         return SlotRef(self.lease.lease_id, self.offset, self.nbytes, self.generation)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Waiter:
     nbytes: int
     held: bool
+    vain_moments: int = 0  # of its turn, as many as its patience at most
+    rest_moments: int = 0  # so many more it lets those pass that want less
+    patience: int = 2  # so many moments its turn lasts, where somebody behind it wants less
 
 
 class ClientBook:
@@ -159,6 +162,33 @@ class ClientBook:
         self._waiters.pop(ticket, None)
         return self._serve_waiters()
 
+    def moment_passed(self) -> list[ClientEffect]:
+        """Another moment has passed while callers wait."""
+        asks = self._who_asks()
+        before = itertools.takewhile(lambda waiter: waiter is not asks or waiter.rest_moments, self._waiters.values())
+        rests = [waiter for waiter in before if waiter.rest_moments]  # for the others time stands still
+        if asks is not None and not asks.rest_moments:
+            waiters = list(self._waiters.values())
+            behind = waiters[waiters.index(asks) + 1 :]
+            asks.vain_moments = min(asks.vain_moments + 1, asks.patience)
+            if asks.vain_moments == asks.patience and any(
+                slot_blocks(waiter.nbytes) < slot_blocks(asks.nbytes) for waiter in behind
+            ):
+                asks.rest_moments, asks.vain_moments, asks.patience = asks.patience, 0, 2 * asks.patience
+        for waiter in rests:
+            waiter.rest_moments -= 1
+        return self._serve_waiters()
+
+    def _is_held_back(self, waiter: Waiter) -> bool:
+        """Whether a waiter wants as much as one before it that rests, or more."""
+        before = itertools.takewhile(lambda other: other is not waiter, self._waiters.values())
+        return any(other.rest_moments and slot_blocks(other.nbytes) <= slot_blocks(waiter.nbytes) for other in before)
+
+    def _who_asks(self) -> Waiter | None:
+        """For whom the lease request stands, where nobody can be served: who has the turn; or else the first, who rests."""
+        may = [waiter for waiter in self._waiters.values() if not waiter.rest_moments and not self._is_held_back(waiter)]
+        return next(iter([*may, *self._waiters.values()]), None)
+
     def check_capacity(self, nbytes: int) -> None:
         """Raises :class:`CapacityError` if a slot for ``nbytes`` can never be had."""
         if nbytes < 0:
@@ -196,23 +226,25 @@ class ClientBook:
         return common or 9 * whole <= 10 * blocks or len(self.leases) >= self.limits.max_leases
 
     def _serve_waiters(self) -> list[ClientEffect]:
-        """Serves waiters in order; asks for, withdraws and returns leases as the first of the rest needs."""
+        """Serves waiters in order; asks for, withdraws and returns leases as the one needs that asks."""
         effects: list[ClientEffect] = []
-        while self._waiters:
-            ticket, waiter = next(iter(self._waiters.items()))
+        for ticket, waiter in list(self._waiters.items()):
+            if self._is_held_back(waiter):
+                continue
             slot = self._allocate(waiter.nbytes, waiter.held)
-            if slot is None:
+            if slot is not None:
+                del self._waiters[ticket]
+                effects.append(Acquired(ticket, slot))  # type: ignore[arg-type]  # the record of the model
+            elif not waiter.rest_moments:
                 break
-            del self._waiters[ticket]
-            effects.append(Acquired(ticket, slot))  # type: ignore[arg-type]  # the record of the model
-        first = next(iter(self._waiters.values()), None)
-        # What is empty can't hold what the first waiter needs, or it would have it.
+        asks = self._who_asks()
+        # What is empty can't hold what it needs, or it would have it.
         effects += self._return(
-            [lease for lease in self.leases.values() if lease.is_empty and (lease.recalled or first is not None)]
+            [lease for lease in self.leases.values() if lease.is_empty and (lease.recalled or asks is not None)]
         )
-        needed = self._wish_nbytes if first is None else first.nbytes
-        nbytes = slot_blocks(needed) * BLOCK_NBYTES if first is not None or needed else 0
-        return effects + self._request_lease(nbytes, first is not None)
+        needed = self._wish_nbytes if asks is None else asks.nbytes
+        nbytes = slot_blocks(needed) * BLOCK_NBYTES if asks is not None or needed else 0
+        return effects + self._request_lease(nbytes, asks is not None)
 
     def _request_lease(self, nbytes: int, waits: bool) -> list[ClientEffect]:
         """Makes the outstanding lease request what is needed; 0 withdraws it."""

@@ -31,7 +31,7 @@ ENGINE_EVENTS = (
 
 CLIENT_EVENTS = (
     *("granted", "recalled", "expire"),
-    *("acquire", "queue", "prefetch", "cancel"),  # which check capacity themselves
+    *("acquire", "queue", "prefetch", "cancel", "moment_passed"),  # which check capacity themselves
     *("submit", "released", "give_up", "last_view_gone", "kept", "split"),
 )
 

@@ -58,7 +58,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "HeldLease": ("lease_id", "is_base", "slots", "empty_since", "recalled", "kept_blocks"),
     "ClientSlotRecord": ("lease", "start", "blocks", "nbytes", "state", "held", "viewed", "generation"),
-    "Waiter": ("nbytes", "held"),
+    "Waiter": ("nbytes", "held", "vain_moments", "rest_moments", "patience"),
 }
 DERIVED: dict[str, tuple[str, ...]] = {
     "EngineBook": ("host",),

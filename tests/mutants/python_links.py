@@ -377,6 +377,36 @@ FAULTS = (
     *faults_in(
         "shmring/memory/slots.py",
         (
+            "no moment passes for callers that wait",
+            "if self._moment is None and self.book.waiting:",
+            "if False:",
+            "tests/test_overtaking.py::test_a_client_in_which_nobody_waits_has_no_timer",
+        ),
+        (
+            "moments pass though nobody waits",
+            "if self._moment is None and self.book.waiting:",
+            "if self._moment is None:",
+            "tests/test_overtaking.py::test_a_client_in_which_nobody_waits_has_no_timer",
+        ),
+        (
+            "one moment passes, and no other",
+            "        self._moment = None\n        self.carry_out(self.book.moment_passed())\n",
+            "        self.carry_out(self.book.moment_passed())\n",
+            "tests/test_overtaking.py::test_small_slots_are_had_beside_a_large_one_that_waits_for_another_client",
+        ),
+        (
+            "a moment is short",
+            "_MOMENT_S = 1.0",
+            "_MOMENT_S = 0.1",
+            "tests/test_overtaking.py::test_a_moment_lasts_a_second",
+        ),
+        (
+            "a timer of moments outlives the session",
+            "for timer in (self._expiry, self._moment):",
+            "for timer in (self._expiry,):",
+            "tests/test_overtaking.py::test_a_session_that_ends_ends_the_waits_of_those_that_rest",
+        ),
+        (
             "leases that are empty never go back by a timer",
             "            self._expiry = self._loop.call_at(when, self._expire)\n",
             "            self._expiry = self._loop.call_at(when, int)\n",
@@ -421,8 +451,8 @@ FAULTS = (
         ),
         (
             "a timer of leases outlives the session",
-            "        if self._expiry is not None:\n            self._expiry.cancel()\n",
-            "",
+            "for timer in (self._expiry, self._moment):",
+            "for timer in (self._moment,):",
             "tests/test_slot.py::test_a_session_that_has_ended_has_no_timer_of_its_leases",
         ),
         (

@@ -40,7 +40,7 @@ from tests.simulation.around import Connected, CopyingThreads, End, Watch, stand
 from tests.simulation.books import Books
 from tests.simulation.fan_out import FanOut
 from tests.simulation.injecting import Injecting
-from tests.simulation.loop import NOBODY_KNOCKS, SimulatedLoop, callback_of, came_to, local_of, require_obeyed
+from tests.simulation.loop import NOBODY_KNOCKS, SimulatedLoop, came_to, local_of, require_obeyed
 from tests.simulation.midst import Midst
 from tests.simulation.payloads import (
     INLINE_NBYTES,
@@ -310,22 +310,9 @@ class Engine:
         require(accused >= taken, "a forged message was accepted")
         require(accused <= taken, "an honest frontend is accused")
 
-    def moments(self) -> list[asyncio.TimerHandle]:
-        """Returns the timer of the next moment, if somebody waits for a lease."""
-        return [timer for timer in self.loop.timers if _is_moment(timer)]
-
-    def other_timers(self) -> list[asyncio.TimerHandle]:
-        """Returns all other timers."""
-        return [timer for timer in self.loop.timers if not _is_moment(timer)]
-
-    def fire(self) -> None:
-        """Of the other timers, that fires whose time comes first."""
-        self.loop.fire(min(self.other_timers(), key=asyncio.TimerHandle.when))
-
     def pass_moment(self) -> None:
         """Another moment has passed: nobody waits for the silent beside idle memory."""
-        (timer,) = self.moments()
-        self.loop.fire(timer)
+        self.loop.pass_moment()
         if self.book.is_awaited():
             check_waiting(self.book.host)
 
@@ -542,9 +529,9 @@ class Engine:
                 yield Action(Kind.PIDFD_FIRES, position)
         if self.loop.ready:
             yield Action(Kind.TURN)
-        if self.other_timers():
+        if self.loop.other_timers:
             yield Action(Kind.TIMER)
-        if self.scenario.stops and self.moments():
+        if self.scenario.stops and self.loop.moments:
             yield Action(Kind.MOMENT)
         if self.end.waiting_count:
             yield Action(Kind.CLAIM)
@@ -585,8 +572,3 @@ class Engine:
 def _is_at_once(action: Action) -> bool:
     """Whether code can do this without waiting for anything."""
     return action.kind not in (Kind.BROADCAST, Kind.SHARE) or action.item == Sending.NOW
-
-
-def _is_moment(timer: asyncio.TimerHandle) -> bool:
-    name: str = callback_of(timer).__name__
-    return name == "_moment_passed"

@@ -306,7 +306,29 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         copies_wait=False,
         max_disturbances=0,
         without=(
-            _NEVER | _OF_FRONTENDS | {Kind.REQUEST, Kind.SUBMIT, Kind.TENSOR, Kind.VIEW_DIES, Kind.FALL_SILENT, Kind.GO_ON}
+            _NEVER
+            | _OF_FRONTENDS
+            | {Kind.REQUEST, Kind.SUBMIT, Kind.TENSOR, Kind.VIEW_DIES, Kind.FALL_SILENT, Kind.GO_ON, Kind.FRONTEND_MOMENT}
+        )
+        - {Kind.ACQUIRE},
+    ),
+    # Callers of one frontend that want a block, two or three, beside one that never leaves its slot.
+    "overtaken": msgspec.structs.replace(
+        _SMALLER,
+        processes=1,
+        leasable_blocks=3,
+        quota_blocks=3,
+        max_leases=3,
+        slot_blocks=(1, 2, 3),
+        max_slots=4,
+        max_queue=1,
+        max_moments=9,
+        stops=True,
+        copies_wait=False,
+        max_disturbances=0,
+        without=(
+            (_NEVER | _OF_FRONTENDS | {Kind.REQUEST, Kind.SUBMIT, Kind.TENSOR, Kind.LEAVE, Kind.STOP, Kind.FALL_SILENT})
+            | {Kind.MOMENT}
         )
         - {Kind.ACQUIRE},
     ),
@@ -323,7 +345,7 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         turns_wait=True,
         stops=True,
         max_disturbances=0,
-        without=_NEVER | {Kind.STOP, Kind.RELEASE, Kind.GOODBYE},
+        without=_NEVER | {Kind.STOP, Kind.RELEASE, Kind.GOODBYE, Kind.FRONTEND_MOMENT},
     ),
     # A worker that has stopped, beside one to whom others are sent.
     "stopped worker": msgspec.structs.replace(

@@ -36,8 +36,8 @@ from shmring.client.session import Session as RealSession
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig
-from shmring.core.compiled import ClientSlotRecord, Regions
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS
+from shmring.core.compiled import ClientSlotRecord, Regions, Waiter
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, slot_blocks
 from shmring.core.messages import KEY_NBYTES, SLOT_HEADER_NBYTES, LeaseReturn, ReplyRelease, SlotRef, encode_message
 from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, ShmringError, WouldBlock
@@ -68,7 +68,11 @@ _FOR_TENSORS_NBYTES = 512  # of a held slot, beside what is sent
 #: Actions that look for what has come, and those that run a caller's code: as they pack a payload, or read a shape.
 _LOOKING = frozenset({Kind.ACQUIRE, Kind.REQUEST, Kind.REQUEST_NOW, Kind.SUBMIT, Kind.SEND_KEPT, Kind.READ})
 #: Actions of a silent process: its loop goes on, and what has begun.
-_BY_ITSELF = frozenset({Kind.TO_FRONTEND, Kind.FRONTEND_SEES_END, Kind.FRONTEND_TURN, Kind.FRONTEND_TIMER, Kind.COPIED})
+_BY_ITSELF = frozenset(
+    {
+        Kind.TO_FRONTEND, Kind.FRONTEND_SEES_END, Kind.FRONTEND_TURN, Kind.FRONTEND_TIMER, Kind.FRONTEND_MOMENT, Kind.COPIED,
+    }
+)  # fmt: skip
 _PACKING = frozenset({Kind.REQUEST, Kind.REQUEST_NOW, Kind.SUBMIT, Kind.SEND_KEPT, Kind.KEEP, Kind.FRONTEND_TURN})
 
 
@@ -219,6 +223,7 @@ class Session:
         self.contents: list[HeldContent] = []
         self.kept_views: list[KeptView] = []
         self.asks = 0
+        self.moments = 0
         self.next_number = 1
         self.last_sent: SlotRef | None = None
         with (
@@ -525,6 +530,31 @@ class Session:
             warnings.simplefilter("ignore", ResourceWarning)
             self.loop.fire()
 
+    def pass_moment(self) -> None:
+        """Another moment has passed: no caller waits for one who can't be served any time soon."""
+        self.moments += 1
+        self.loop.pass_moment()
+
+    def may_be_served(self) -> list[Waiter]:
+        """Returns who gets a slot as soon as there is room.
+
+        Those are who rests, of whom each wants less than the one before, and who has the turn, and wants less still.
+        """
+        may: list[Waiter] = []
+        for waiter in self.by_size():
+            may.append(waiter)
+            if not waiter.rest_moments:
+                break
+        return may
+
+    def by_size(self) -> Iterator[Waiter]:
+        """Yields those in line that want less than all before them: each of them has its turn at some time."""
+        least = None
+        for waiter in self.book._waiters.values():
+            if least is None or slot_blocks(waiter.nbytes) < least:
+                least = slot_blocks(waiter.nbytes)
+                yield waiter
+
     def rest(self, *, is_cancelling: bool) -> None:
         """What has become ready runs at once, unless turns wait or a task was cancelled just now; after the end in any case."""
         is_resting = self.scenario.turns_wait or is_cancelling or not self.loop.is_touched
@@ -725,8 +755,10 @@ class Session:
             yield Action(Kind.FRONTEND_SEES_END, pid)
         if self.loop.ready:
             yield Action(Kind.FRONTEND_TURN, pid)
-        if self.loop.timers and self.loop.next_timer().when() <= now:
+        if self.loop.other_timers and self.loop.other_timers[0].when() <= now:
             yield Action(Kind.FRONTEND_TIMER, pid)
+        if self.scenario.stops and self.loop.moments and self.moments != self.scenario.max_moments:
+            yield Action(Kind.FRONTEND_MOMENT, pid)
         for index, caller in enumerate(self.callers):
             if not caller.task.cancelling():
                 yield Action(Kind.CANCEL, pid, index)

@@ -209,10 +209,11 @@ def _check_book(session: Session) -> None:
     cancelled = {place for place in slots._line if place.cancelled()}  # and has not run yet: what comes for it goes back
     require(ungiven <= book._waiters.keys() <= ungiven | cancelled, "a waiter is in the book and is nobody, or the reverse")
     require(all(place in waiting for place in book._waiters), "a waiter is in line whom nobody knows")
-    first = next(iter(book._waiters.values()), None)
-    blocks = 0 if first is None else slot_blocks(first.nbytes)
-    usable = [largest_run(lease.slots) for lease in book.leases.values() if first is not None and book.takes(lease, blocks)]
-    require(first is None or blocks > max(usable, default=0), "the first in line could be served")
+    for waiter in session.may_be_served():
+        blocks = slot_blocks(waiter.nbytes)
+        usable = [largest_run(lease.slots) for lease in book.leases.values() if book.takes(lease, blocks)]
+        require(blocks > max(usable, default=0), "who waits in line could be served")
+    require(session.ended or not book.waiting or bool(session.loop.moments), "no moment passes while somebody waits for a slot")
     _check_callers_slots(session)
     counted: Any = session.end
     require(counted.stale_releases == 0, "the engine released a slot that it did not have")
@@ -275,7 +276,10 @@ def check_nobody_is_held_up(simulation: Simulation) -> None:
 
 
 def _check_leases_are_lent(simulation: Simulation, engine: Engine) -> None:
-    """Whoever waits for a lease waits for memory that is in use; a window over such memory has been given up in time."""
+    """Whoever waits for a lease waits for memory that is in use; a window over such memory has been given up in time.
+
+    So does who waits for a slot behind others of its process, unless other clients wait as well, for whom windows may be open.
+    """
     lending = engine.book.host
     sessions = {
         process.session.client_id: process.session
@@ -292,13 +296,21 @@ def _check_leases_are_lent(simulation: Simulation, engine: Engine) -> None:
     for kept in engine.book.kept.by_generation.values():
         if kept.pins:
             used.update(range(kept.start, kept.start + kept.blocks))
+    first = simulation.scenario.geometry.LEASABLE_START
+    end = first + simulation.scenario.leasable_blocks
+
+    def is_idle(blocks: int) -> bool:
+        return any(used.isdisjoint(range(start, start + blocks)) for start in range(first, end - blocks + 1))
+
     for client_id, want in lending._wants.items():
-        if not want.waits or _is_bound(engine, client_id, want.blocks):
-            continue
-        first = simulation.scenario.geometry.LEASABLE_START
-        last = first + simulation.scenario.leasable_blocks - want.blocks
-        idle = [start for start in range(first, last + 1) if used.isdisjoint(range(start, start + want.blocks))]
-        require(not idle, "a client waits for a lease beside idle memory")
+        is_free = want.waits and not _is_bound(engine, client_id, want.blocks) and is_idle(want.blocks)
+        require(not is_free, "a client waits for a lease beside idle memory")
+    if len(lending._wants) > 1:
+        return
+    for client_id, session in sessions.items():
+        for waiter in session.book._waiters.values() if client_id in engine.book.clients else ():
+            blocks = slot_blocks(waiter.nbytes)
+            require(_is_bound(engine, client_id, blocks) or not is_idle(blocks), "a caller waits for a slot beside idle memory")
 
 
 def _is_bound(engine: Engine, client_id: int, blocks: int) -> bool:

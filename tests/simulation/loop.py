@@ -74,19 +74,32 @@ class SimulatedLoop:
         """Runs one callback. What it raises comes out here."""
         self.run(self.ready.popleft())
 
-    def fire(self, timer: asyncio.TimerHandle | None = None) -> None:
-        """A timer fires; None: the one whose time comes first."""
-        timer = timer or self.next_timer()
-        self.timers.remove(timer)
+    def fire(self) -> None:
+        """Of the timers of no moments, that fires whose time comes first."""
+        timer = self.other_timers[0]
         self.now = max(self.now, timer.when())
+        self._fire(timer)
+
+    def pass_moment(self) -> None:
+        """Another moment has passed for those that wait. It is none of the simulation's clock."""
+        self._fire(*self.moments)
+
+    def _fire(self, timer: asyncio.TimerHandle) -> None:
+        self.timers.remove(timer)
         try:
             self.run(timer)
         finally:
             del timer  # as in run()
 
-    def next_timer(self) -> asyncio.TimerHandle:
-        """Returns the timer whose time comes first."""
-        return min(self.timers, key=lambda timer: timer.when())
+    @property
+    def moments(self) -> list[asyncio.TimerHandle]:
+        """The timer of the next moment, if somebody waits for whom moments pass."""
+        return [timer for timer in self.timers if _is_moment(timer)]
+
+    @property
+    def other_timers(self) -> list[asyncio.TimerHandle]:
+        """All other timers, that whose time comes first before others."""
+        return sorted((timer for timer in self.timers if not _is_moment(timer)), key=lambda timer: timer.when())
 
     def run(self, handle: asyncio.Handle) -> None:
         """Runs a callback that was taken from what is ready."""
@@ -141,9 +154,8 @@ class SimulatedLoop:
         ]
 
     def plain_timers(self, now: float) -> list[Any]:
-        """Returns the timers in order as plain data, and whether their time has come."""
-        timers = sorted(self.timers, key=lambda timer: timer.when())
-        return [[_name_of(timer), timer.when() <= now] for timer in timers]
+        """Returns the timers of no moments in order as plain data, and whether their time has come."""
+        return [[_name_of(timer), timer.when() <= now] for timer in self.other_timers]
 
     def clear(self) -> None:
         """Its process has ended."""
@@ -211,6 +223,10 @@ class SimulatedLoop:
         error = context.get("exception")
         if error is not None and not self._is_over:
             self._error = error
+
+
+def _is_moment(timer: asyncio.TimerHandle) -> bool:
+    return _name_of(timer) == "_moment_passed"
 
 
 def _name_of(handle: asyncio.Handle) -> str:

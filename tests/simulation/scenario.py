@@ -58,6 +58,7 @@ class Kind(enum.StrEnum):
     CANCEL = "cancel"  # [process, caller] its task is cancelled
     FRONTEND_TURN = "frontend's turn"  # [process] its loop runs what is ready first
     FRONTEND_TIMER = "frontend's timer"  # [process] a timer of its loop fires whose time has come
+    FRONTEND_MOMENT = "frontend's moment"  # [process] another moment has passed for its callers that wait for slots
     COPIED = "copied"  # [process, copy] a thread has copied a payload
     SUBMIT = "submit"  # [process, slot, with the next one] submits held slots as they are
     LEAVE = "leave"  # [process, slot, is viewed] leaves a held slot
@@ -127,7 +128,10 @@ DISTURBANCES = frozenset(
 
 #: What shows who waits for whom: whoever stops, is silent, or reads one reply before all others.
 PACES = frozenset(
-    {Kind.STOP, Kind.FALL_SILENT, Kind.GO_ON, Kind.AWAIT, Kind.WORKER_STOPS, Kind.WORKER_GOES_ON, Kind.MOMENT}
+    {
+        Kind.STOP, Kind.FALL_SILENT, Kind.GO_ON, Kind.AWAIT, Kind.WORKER_STOPS, Kind.WORKER_GOES_ON, Kind.MOMENT,
+        Kind.FRONTEND_MOMENT,
+    }
 )  # fmt: skip
 
 #: What leaves a task that was cancelled and has not run yet.
@@ -229,8 +233,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         processes: frontends that are alive at a time.
         connected: frontends that are there from the beginning, if there may be as many.
-        stops: whether processes stop, fall silent and go on, moments pass for those that wait for leases, and callers await one
-            reply before all others (:data:`PACES`). Where everybody goes on, moments pass at the end.
+        stops: whether processes stop, fall silent and go on, moments pass for those that wait for leases or slots, and callers
+            await one reply before all others (:data:`PACES`). Where everybody goes on, moments pass at the end.
         may_stop: frontends that may stop or fall silent: those with numbers below this. All are alike: one shows it.
         slot_blocks, reply_blocks_wanted: sizes that are asked for; 0 of a reply travels in its message.
         max_slots: slots and waiters of the callers of one session.
@@ -240,6 +244,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         max_kept, max_pins: contents, and pins of one client.
         max_asking, max_held: callers of one session that ask for content, or have some.
         max_asks: of one session, in all; None for any number.
+        max_moments: that pass for callers of one session, in all; likewise. Patience has no bound.
         workers: processes that may have joined at a time; 0: there are none. With model ends there are none either.
         joined_workers: those that are there from the beginning.
         broadcast_blocks, broadcast_blocks_wanted: memory for what is copied to workers, and what a message asks of it.
@@ -281,6 +286,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     max_asking: int = 2
     max_held: int = 3
     max_asks: int | None = None
+    max_moments: int | None = None
     workers: int = 0
     joined_workers: int = 0
     broadcast_blocks: int = 3

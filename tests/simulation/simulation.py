@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from shmring.core.compiled import Waiter
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
 from shmring.core.states import ClientSlot
@@ -29,6 +30,8 @@ __all__ = ["Simulation"]
 
 _MAX_CLIENTS_BEYOND = 3  # connections of the past that the engine still has, beside those of living processes
 _MOMENTS = 5  # after which who does not answer is passed over
+_MOMENTS_OF_FRONTENDS = 40  # so many of the engine are as long as one of a frontend
+_MAX_MOMENTS = 2_000  # of a frontend, after which each of its callers has had its turn
 _MAX_WINDOWS = 30  # that are opened one after the other, while nothing else begins
 _MAX_TIMERS = 200  # that fire before something else follows; a few are usual
 _MAX_SETTLING = 10_000  # actions until everything has come home; a hundredth of it is usual
@@ -153,7 +156,7 @@ class Simulation:
         return next(pid for pid in range(len(self.processes) + 1) if pid not in self.processes)
 
     def _waits_for_time(self, session: Session | None) -> bool:
-        return session is not None and bool(session.loop.timers) and session.loop.next_timer().when() > self.now
+        return session is not None and bool(timers := session.loop.other_timers) and timers[0].when() > self.now
 
     def is_quiet(self) -> bool:
         """Whether no message is under way between the ends of a connection."""
@@ -314,6 +317,7 @@ class Simulation:
         if self.scenario.stops:
             self._finish()
             self._pass_moments()
+            self._pass_frontends_moments()
             check_nobody_is_held_up(self)
             self._go_on()
         self._kill_who_keeps_memory()
@@ -352,8 +356,31 @@ class Simulation:
             self._finish()
             in_vain = in_vain + 1 if (len(self.trace), self._who_waits()) == (happened, before) else 0
 
+    def _pass_frontends_moments(self) -> None:
+        """Time passes for callers that wait for slots behind others of their process, until each has had its turn."""
+        had_turn: set[Waiter] = set()
+        for _ in range(_MAX_MOMENTS):
+            going = [(pid, process.session) for pid, process in self.processes.items() if process.pace is not Pace.STOPPED]
+            turns = {
+                pid: session.may_be_served()[-1]
+                for pid, session in going
+                if session is not None and not had_turn.issuperset(session.by_size())
+            }
+            if not turns:
+                return
+            for _ in range(_MOMENTS_OF_FRONTENDS):
+                if self.engine is not None and self.engine.book.is_awaited():
+                    self._pass_moment(self.engine)
+            self._finish()
+            had_turn.update(waiter for waiter in turns.values() if not waiter.rest_moments)
+            for pid in turns:
+                if (session := self.processes[pid].session) is not None and session.book.waiting:
+                    self.happen(Action(Kind.FRONTEND_MOMENT, pid))
+            self._finish()
+        raise Violation("a caller never has its turn to wait for a slot")
+
     def _pass_moment(self, engine: Engine) -> None:
-        require(bool(engine.moments()), "no moment passes while somebody waits for a lease")
+        require(bool(engine.loop.moments), "no moment passes while somebody waits for a lease")
         self.happen(Action(Kind.MOMENT))
 
     def _who_waits(self) -> list[tuple[int, int]]:
@@ -405,7 +432,7 @@ class Simulation:
         """Timers that somebody waits for: nothing else looks after slots of claims, workers and requests that were dropped."""
         kinds: set[Kind] = set()
         fan_out = self.engine.fan_out if self.engine is not None else None
-        if fan_out is not None and (fan_out.book.outstanding or fan_out.calls) and fan_out.engine.other_timers():
+        if fan_out is not None and (fan_out.book.outstanding or fan_out.calls) and fan_out.engine.loop.other_timers:
             kinds.add(Kind.TIMER)
         sessions = [process.session for process in self.processes.values() if process.session is not None]
         clients = self.engine.book.clients.values() if self.engine is not None else ()
@@ -498,6 +525,7 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.CANCEL: _session(lambda session, action: session.cancel(action.item)),
     Kind.FRONTEND_TURN: _session(lambda session, action: session.loop.run_next()),
     Kind.FRONTEND_TIMER: _session(lambda session, action: session.fire()),
+    Kind.FRONTEND_MOMENT: _session(lambda session, action: session.pass_moment()),
     Kind.COPIED: _session(lambda session, action: session.copied(action.item)),
     Kind.SUBMIT: _session(lambda session, action: session.submit_held(action.item, action.detail)),
     Kind.LEAVE: _session(lambda session, action: session.leave(action.item, action.detail)),
@@ -542,7 +570,7 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.SHARE: _fan_out(lambda fan_out, action: fan_out.share_claim(fan_out.engine.claims[action.at], action.item)),
     Kind.CANCEL_CALL: _fan_out(lambda fan_out, action: fan_out.cancel(action.at)),
     Kind.TURN: _engine(lambda engine, action: engine.turn()),
-    Kind.TIMER: _engine(lambda engine, action: engine.fire()),
+    Kind.TIMER: _engine(lambda engine, action: engine.loop.fire()),
     Kind.MOMENT: _engine(lambda engine, action: engine.pass_moment()),
     Kind.FROM_WORKER: _fan_out(lambda fan_out, action: fan_out.connections[action.at].hear()),
     Kind.WORKERS_BELL: _fan_out(lambda fan_out, action: fan_out.hear_bell(action.at)),

@@ -44,7 +44,7 @@ from tests.model.inside import Done, Reply, read_record
 from tests.simulation.engine import Engine, Handling
 from tests.simulation.frontend import IDLE_TICKS, Caller, Process, Session, Wants
 from tests.simulation.injecting import Asked
-from tests.simulation.loop import callback_of, came_to, local_of, waited_for
+from tests.simulation.loop import came_to, local_of, waited_for
 from tests.simulation.names import Names
 from tests.simulation.payloads import MAX_TENSORS
 from tests.simulation.scenario import Kind, Violation
@@ -107,7 +107,10 @@ class _Encoding:
             ]
             for lease in book.leases.values()
         ]
-        waiters = [[waiter.held, waiter.nbytes, place.done()] for place, waiter in book._waiters.items()]
+        waiters = [
+            [waiter.held, waiter.nbytes, waiter.vain_moments, waiter.rest_moments, waiter.patience, place.done()]
+            for place, waiter in book._waiters.items()
+        ]
         client = self._client_of(session)
         return [
             client,
@@ -129,10 +132,19 @@ class _Encoding:
             len(real.sending._again),
             session.loop.plain_ready([caller.task for caller in session.callers]),
             [] if Kind.TICK in world.scenario.without else session.loop.plain_timers(world.now),
+            self._moments(session),
             0 if world.scenario.max_requests is None else session.submitted,
             # Of a living engine it comes with its client.
             self._wire(session.wire, session.client_id, book._token) if client < 0 else None,
         ]
+
+    @staticmethod
+    def _moments(session: Session) -> list[int]:
+        """Whether another moment can pass, and how many have passed."""
+        scenario = session.scenario
+        if not scenario.stops or Kind.FRONTEND_MOMENT in scenario.without:
+            return []
+        return [bool(session.loop.moments), 0 if scenario.max_moments is None else session.moments]
 
     @staticmethod
     def _of(submission: Any) -> list[Any]:
@@ -339,7 +351,7 @@ class _Encoding:
             [[self._clients[client_id], self._requests[client_id, request]] for client_id, request in engine.end.waiting],
             [self._claim(engine, handling) for handling in engine.claims],
             [] if engine.fan_out is not None else engine.loop.plain_ready(engine.tasks),
-            any(callback_of(timer).__name__ == "_moment_passed" for timer in engine.loop.timers),
+            bool(engine.loop.moments),
             [
                 [self._clients[each.client_id], each.connected, self._client(book.clients[each.client_id], window)]
                 for each in engine.injecting.known

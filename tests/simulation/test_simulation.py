@@ -242,7 +242,7 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
         },
         "HeldLease": {"lease_id", "is_base", "slots", "empty_since", "recalled", "kept_blocks"},
         "ClientSlotRecord": {"lease", "start", "blocks", "nbytes", "state", "held", "viewed", "generation"},
-        "Waiter": {"nbytes", "held"},
+        "Waiter": {"nbytes", "held", "vain_moments", "rest_moments", "patience"},
     }  # fmt: skip
     assert fields(Caller) == {"wants", "detail", "task", "slots", "number"}
     assert fields(Handling) == {"claim", "number", "replies", "replying", "is_last", "is_released", "is_left"}

@@ -42,7 +42,7 @@ WEIGHTS: Mapping[Kind, float] = {
     Kind.CANCEL_CALL: 0.5, Kind.TURN: 20, Kind.TIMER: 0.5, Kind.FROM_WORKER: 10, Kind.WORKERS_BELL: 4,
     Kind.ENGINE_SEES_WORKERS_END: 1, Kind.WORKER_IS_DEAD: 0.5, Kind.DROP_WORKER: 0.06,
     Kind.STOP: 0.3, Kind.FALL_SILENT: 0.3, Kind.GO_ON: 2, Kind.AWAIT: 2, Kind.WORKER_STOPS: 0.3, Kind.WORKER_GOES_ON: 1,
-    Kind.MOMENT: 0.5,
+    Kind.MOMENT: 0.5, Kind.FRONTEND_MOMENT: 1,
     Kind.INJECTOR: 3, Kind.CLOSE_INJECTOR: 0.06, Kind.INJECT: 6, Kind.READ_INJECTED: 8, Kind.GIVE_UP_INJECTED: 1,
 }  # fmt: skip
 
