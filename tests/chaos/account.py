@@ -6,15 +6,16 @@ it died with its frontend, where that was killed. Whatever is left over was lost
 
 Latencies are told apart from the step that was running: memory is not reusable while the code of the engine or of a worker
 reads it, however soon the abort came. So they count from the abort, or from the kernel's word that a process is dead, or from
-the end of the step, whichever is last. How long the kernel takes to end a process that was sent SIGKILL is told beside. Those
-in which a process was stopped meanwhile say nothing of shmring, and are left out.
+the end of the step, whichever is last. Of an engine's death, only those callers count that were waiting when it died: one that
+does something else then, or reads other replies, hears of it when it looks. How long the kernel takes to end a process that
+was sent SIGKILL is told beside. Latencies in which a process was stopped meanwhile say nothing of shmring, and are left out.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -70,7 +71,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
         kill_to_word: from SIGKILL until the kernel tells the engine that a frontend is dead.
         death_to_reclaimed: from that, or the end of the last step, until the engine has nothing of the frontend any more.
         abort_to_reusable_on_core, death_to_reclaimed_on_core: without the time in which the processes waited for a core.
-        engine_death_to_error: from the engine's SIGKILL until each pending request has failed.
+        engine_death_to_error: from the engine's SIGKILL until each request has failed whose caller was waiting.
         ended_per_second: how many requests ended in each second after the start, by outcome.
     """
 
@@ -129,6 +130,16 @@ _Key = TypeVar("_Key")
 _STOPPING = (Fault.STOP_FRONTEND, Fault.STOP_ENGINE, Fault.KILL_ENGINE, Fault.STOP_WORKER, Fault.KILL_WORKER)
 
 
+class _Failure(NamedTuple):
+    """A request that has failed: of which process and how, from when until when, and since when its caller had waited."""
+
+    pid: int
+    outcome: str
+    began_ns: int
+    since_ns: int
+    at_ns: int
+
+
 class _Ledger:
     """Everything that the journals say, by process."""
 
@@ -138,7 +149,7 @@ class _Ledger:
         self.unended = 0  # of frontends that were not killed
         self.died = 0
         self.ended: list[Ended] = []
-        self.failed_at: list[tuple[int, int, str]] = []  # when, of which process, how
+        self.failures: list[_Failure] = []
         self.aborted: dict[tuple[int, int], Aborted] = {}
         self.reusable: dict[tuple[int, int], Reusable] = {}
         self.held: dict[tuple[int, int], Held] = {}
@@ -148,18 +159,19 @@ class _Ledger:
 
     def enter(self, incarnation: Incarnation) -> None:
         """Takes a journal in."""
-        pid, open_requests = incarnation.pid, 0
+        pid = incarnation.pid
+        began: dict[int, int] = {}  # of requests without an end
         for record in read(incarnation.journal):
             match record:
                 case Began():
                     self.requests += 1
-                    open_requests += 1
+                    began[record.number] = record.at_ns
                 case Ended(outcome=outcome, at_ns=at_ns):
-                    open_requests -= 1
+                    began_ns = began.pop(record.number)
                     self.outcomes[outcome] += 1
                     self.ended.append(record)
                     if outcome not in ("answered", "aborted"):
-                        self.failed_at.append((at_ns, pid, outcome))
+                        self.failures.append(_Failure(pid, outcome, began_ns, record.since_ns, at_ns))
                 case Aborted():
                     self.aborted[pid, record.number] = record
                 case Reusable():
@@ -173,9 +185,9 @@ class _Ledger:
                 case Wrong():
                     self.wrongs.append(record)
         if incarnation.end == "killed":
-            self.died += open_requests
+            self.died += len(began)
         else:
-            self.unended += open_requests
+            self.unended += len(began)
 
 
 def _keep_last(held: dict[_Key, Held], key: _Key, record: Held) -> None:
@@ -295,8 +307,10 @@ def _death_latencies(ledger: _Ledger, seen: Observations, stops: _Stops) -> list
 def _engine_death_latencies(ledger: _Ledger, seen: Observations, engine_kills: Sequence[int], stops: _Stops) -> list[int]:
     hung_up = _hung_up(seen)
     latencies = []
-    for at_ns, pid, outcome in ledger.failed_at:
+    for pid, outcome, _, since_ns, at_ns in ledger.failures:
         killed_ns = max((kill for kill in engine_kills if kill <= at_ns), default=0)
+        if since_ns > killed_ns:
+            continue
         if outcome != "EngineDeadError" or at_ns - killed_ns >= _NOTICED_WITHIN_NS or hung_up.get(pid, at_ns) < at_ns:
             continue
         if not stops.hit(pid, killed_ns, at_ns, engine_too=False):
@@ -305,12 +319,16 @@ def _engine_death_latencies(ledger: _Ledger, seen: Observations, engine_kills: S
 
 
 def _unexplained(ledger: _Ledger, seen: Observations, engine_kills: Sequence[int], stops: _Stops) -> list[str]:
-    """Requests that failed because the engine was dead, when it was not."""
+    """Requests that failed because the engine was dead, when it was not.
+
+    Whoever waits is told in time. Whoever began to wait when the engine was dead could not be told before.
+    """
     hung_up = _hung_up(seen)
     texts = []
-    for at_ns, pid, outcome in ledger.failed_at:
+    for pid, outcome, began_ns, since_ns, at_ns in ledger.failures:
         explained = hung_up.get(pid, at_ns) < at_ns or any(
-            kill <= at_ns < stops.went_on(pid, kill) + _NOTICED_WITHIN_NS for kill in engine_kills
+            kill <= at_ns < stops.went_on(pid, kill) + _NOTICED_WITHIN_NS or began_ns <= kill <= since_ns
+            for kill in engine_kills
         )
         if outcome == "EngineDeadError" and not explained:
             texts.append(f"a request of process {pid} failed with EngineDeadError, and no engine had died")

@@ -29,11 +29,16 @@ class Began(_Line, frozen=True, tag="began"):
 
 
 class Ended(_Line, frozen=True, tag="ended"):
-    """A request of a frontend has ended, for its caller: "answered", "aborted", or the failure's type."""
+    """A request of a frontend has ended, for its caller: "answered", "aborted", or the failure's type.
+
+    ``since_ns`` is when its caller began to wait for what has told it so. A caller that does something else before, or reads
+    other replies, hears of a failure when it looks.
+    """
 
     number: int
     outcome: str
     at_ns: int
+    since_ns: int = 0
 
 
 class Aborted(_Line, frozen=True, tag="aborted"):

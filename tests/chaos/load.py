@@ -13,8 +13,9 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,6 +46,18 @@ _KEYS = 40  # of content that is kept, for all frontends; more than fits
 _PIECE_NBYTES = 100_000  # written at a time into a slot, so that faults happen in the middle
 
 Outcome = str
+
+_Told = TypeVar("_Told")
+
+
+class _Wait:
+    """Since when the caller of a request has waited for what its client tells it."""
+
+    def __init__(self) -> None:
+        self.since_ns = time.monotonic_ns()
+
+
+_WAIT: ContextVar[_Wait] = ContextVar("_WAIT")
 
 
 class _ObservedEnd(ClientEnd):
@@ -144,9 +157,11 @@ class Load:
 
     async def _seen_out(self, kind: str, number: int, send: Callable[[int], Awaitable[Outcome]]) -> None:
         self.unfinished.add(number)
-        self._journal.write(Began(number, kind, time.monotonic_ns()))
+        wait = _Wait()
+        _WAIT.set(wait)
+        self._journal.write(Began(number, kind, wait.since_ns))
         outcome = await self._outcome(kind, number, send)
-        self._journal.write(Ended(number, outcome, time.monotonic_ns()))
+        self._journal.write(Ended(number, outcome, time.monotonic_ns(), wait.since_ns))
         self.unfinished.discard(number)
         self._stormed.discard(number)
 
@@ -230,6 +245,11 @@ class Load:
 
     # -- requests that are seen to their end -------------------------------------------------------------------------------
 
+    async def _told(self, awaitable: Awaitable[_Told]) -> _Told:
+        """Waits for what a client tells."""
+        _WAIT.get().since_ns = time.monotonic_ns()
+        return await awaitable
+
     @property
     def _connected(self) -> shmring.Client:
         assert self.client is not None, "requests are sent while there is a client"
@@ -238,7 +258,8 @@ class Load:
     async def _request(self, order: Order) -> Outcome:
         options: dict[str, Any] = {"retry": self._chance.randrange(3), "key": self._key()}
         order.sends = 1 + options["retry"]
-        answer = await self._connected.request(order, reply_type=Answer, request_id=str(order.number), **options)
+        request = self._connected.request(order, reply_type=Answer, request_id=str(order.number), **options)
+        answer = await self._told(request)
         await self._checked(order.number, 0, answer)
         return "answered"
 
@@ -254,17 +275,17 @@ class Load:
 
     async def _probed(self, number: int, engine: str) -> Outcome:
         order = self._order(number, *self._source.content(number, _PROBE_NBYTES), work_s=0.0, on_thread=False)
-        answer = await self._connected.request(order, reply_type=Answer, request_id=str(number), engine=engine)
+        answer = await self._told(self._connected.request(order, reply_type=Answer, request_id=str(number), engine=engine))
         await self._checked(number, 0, answer)
         return "answered"
 
     async def _hoarded(self, number: int, engine: str, sent: asyncio.Event, reads: asyncio.Event) -> Outcome:
         changes: dict[str, Any] = {"work_s": 0.0, "on_thread": False, "keep_s": 0.0, "reply_nbytes": _HOARDED_NBYTES}
         order = self._order(number, *self._source.content(number, _SMALL_NBYTES[0]), **changes)
-        submission = await self._connected.submit(order, request_id=str(number), engine=engine)
+        submission = await self._told(self._connected.submit(order, request_id=str(number), engine=engine))
         sent.set()
         await reads.wait()
-        await self._checked(number, 0, await submission.result(Answer))
+        await self._checked(number, 0, await self._told(submission.result(Answer)))
         return "answered"
 
     async def _failing(self, number: int) -> Outcome:
@@ -277,7 +298,7 @@ class Load:
     async def _written(self, number: int) -> AsyncIterator[tuple[torch.Tensor, int]]:
         """A slot with a content, written piece by piece."""
         content, checksum = await asyncio.to_thread(self._source.content, number, self._nbytes())
-        async with self._connected.slot(content.numel(), key=self._key()) as slot:
+        with await self._told(self._connected.slot(content.numel(), key=self._key())) as slot:
             view = slot.tensor((content.numel(),), torch.uint8)
             for start in range(0, content.numel(), _PIECE_NBYTES):
                 view[start : start + _PIECE_NBYTES] = content[start : start + _PIECE_NBYTES]
@@ -288,11 +309,12 @@ class Load:
 
     async def _in_place(self, number: int) -> Outcome:
         async with self._written(number) as (view, checksum):
-            submission = await self._connected.submit(self._order(number, view, checksum), request_id=str(number))
+            order = self._order(number, view, checksum)
+            submission = await self._told(self._connected.submit(order, request_id=str(number)))
             if self._corrupts(number):
                 view[-1] ^= 1
             try:
-                answer = await submission.result(Answer)
+                answer = await self._told(submission.result(Answer))
             except BaseException:
                 submission.abort()
                 raise
@@ -313,13 +335,13 @@ class Load:
         client = self._connected
         key = self._chance.randrange(_KEYS).to_bytes(32, "little")
         try:
-            kept = await client.find(key)
+            kept = await self._told(client.find(key))
             if kept is None and self._chance.randrange(2):
                 async with self._written(number) as (view, checksum):
-                    kept = await client.keep(key, {"checksum": checksum, "tensor": view})
+                    kept = await self._told(client.keep(key, {"checksum": checksum, "tensor": view}))
             elif kept is None:
                 content, checksum = await asyncio.to_thread(self._source.content, number, self._nbytes())
-                kept = await client.keep(key, {"checksum": checksum, "tensor": content})
+                kept = await self._told(client.keep(key, {"checksum": checksum, "tensor": content}))
         except shmring.WouldBlock:  # too much is pinned, or somebody waits for the memory
             return await self._copied(number)
         with kept:
@@ -336,7 +358,8 @@ class Load:
         try:
             for _ in range(self._chance.randrange(*_UNREAD_AT_ONCE)):
                 order = await self._drawn(number, reply_nbytes=self._between(_UNREAD_NBYTES))
-                submission = await self._connected.submit(order, request_id=str(submissions[0][0] if submissions else number))
+                name = str(submissions[0][0] if submissions else number)
+                submission = await self._told(self._connected.submit(order, request_id=name))
                 submissions.append((number, submission))
                 self._number = number = self._number + 1
             yield submissions
@@ -351,7 +374,7 @@ class Load:
             if self._chance.randrange(3) == 0:
                 self._chance.shuffle(submissions)
             for sent, submission in submissions:
-                await self._checked(sent, 0, await submission.result(Answer))
+                await self._checked(sent, 0, await self._told(submission.result(Answer)))
         return "answered"
 
     async def _not_read(self, number: int) -> Outcome:
@@ -361,13 +384,14 @@ class Load:
             if self._chance.randrange(2):
                 return "aborted"
             sent, submission = submissions[-1]
-            await self._checked(sent, 0, await submission.result(Answer))
+            await self._checked(sent, 0, await self._told(submission.result(Answer)))
         return "answered"
 
     async def _stream(self, number: int) -> Outcome:
         order = await self._drawn(number, replies=self._chance.randrange(0, 12))
         index = 0
-        async for answer in self._connected.stream(order, reply_type=Answer, request_id=str(number), key=self._key()):
+        stream = self._connected.stream(order, reply_type=Answer, request_id=str(number), key=self._key())
+        while (answer := await self._told(anext(stream, None))) is not None:
             await self._checked(number, index, answer)
             index += 1
         if index != order.replies:
@@ -381,7 +405,7 @@ class Load:
         stream = self._connected.stream(order, reply_type=Answer, request_id=str(number))
         try:
             for index in range(self._chance.randrange(1, 6)):
-                await self._checked(number, index, await anext(stream))
+                await self._checked(number, index, await self._told(anext(stream)))
         finally:
             await stream.aclose()
         return "aborted"
@@ -396,18 +420,17 @@ class Load:
 
     async def _deadline(self, number: int) -> Outcome:
         order = await self._drawn(number, work_s=0.05)
-        answer = await self._connected.request(
-            order, reply_type=Answer, request_id=str(number), timeout=self._chance.uniform(0.001, 0.06)
-        )
+        options: dict[str, Any] = {"timeout": self._chance.uniform(0.001, 0.06)}
+        answer = await self._told(self._connected.request(order, reply_type=Answer, request_id=str(number), **options))
         await self._checked(number, 0, answer)
         return "answered"
 
     async def _aborted(self, number: int) -> Outcome:
         """Aborts a request that the engine has, and waits for its memory: the time that takes is measured."""
-        submission = await self._connected.submit(await self._drawn(number), request_id=str(number))
+        submission = await self._told(self._connected.submit(await self._drawn(number), request_id=str(number)))
         await asyncio.sleep(self._chance.uniform(0, 0.03))
         if submission.ended:
-            answer = await submission.result(Answer)
+            answer = await self._told(submission.result(Answer))
             await self._checked(number, 0, answer)
             return "answered"
         end: _ObservedEnd = submission._end  # type: ignore[assignment] # since observe_releases()

@@ -145,6 +145,30 @@ def test_an_engine_that_is_dead_to_a_frontend_must_have_died(tmp_path: Path) -> 
     assert settle(observations).passed
 
 
+def test_who_looks_late_is_told_late_and_who_waits_is_told_at_once(tmp_path: Path) -> None:
+    """The engine dies after 100 ms. One caller looks long after that, and another one waits."""
+    looks: list[Written] = [Began(1, "copied", 0), Ended(1, "EngineDeadError", 9_001 * MS, 9_000 * MS)]
+    waits: list[Written] = [Began(1, "copied", 0), Ended(1, "EngineDeadError", 130 * MS, 50 * MS)]
+    observations = seen(tmp_path, {2: looks, 3: waits}, {})
+    observations.ended_ns = 10_000 * MS
+    assert settle(observations).violations == 2
+    observations.happened = [Happened(Fault.KILL_ENGINE, 1, 100 * MS, 120 * MS)]
+    findings = settle(observations)
+    assert findings.passed
+    assert findings.engine_death_to_error.all_ms == [30.0]
+
+
+def test_who_waits_and_is_told_late_is_found(tmp_path: Path) -> None:
+    """Whether the engine was dead when it began, or not."""
+    written: list[Written] = []
+    for number, at in ((1, 50), (2, 200)):
+        written += (Began(number, "copied", at * MS), Ended(number, "EngineDeadError", 9_000 * MS, at * MS))
+    observations = seen(tmp_path, {2: written}, {})
+    observations.happened = [Happened(Fault.KILL_ENGINE, 1, 100 * MS, 120 * MS)]
+    observations.ended_ns = 10_000 * MS
+    assert settle(observations).violations == 2
+
+
 def test_a_stopped_process_notices_the_death_of_an_engine_when_it_goes_on(tmp_path: Path) -> None:
     observations = seen(tmp_path, {2: [Began(1, "copied", 0), Ended(1, "EngineDeadError", 30_000 * MS)]}, {})
     death = Happened(Fault.KILL_ENGINE, 1, 100 * MS, 120 * MS)
