@@ -404,12 +404,18 @@ class EngineCore:
 
         The loop that answers is the loop that schedules.
         """
+        if complaint := self.complaint():
+            raise RuntimeError(complaint)
+
+    def complaint(self) -> str:
+        """Says why requests are not carried out any more; empty: they are."""
         if self.dead_error is not None or self._ended:
-            raise RuntimeError(f"the engine has ended{f': {self.dead_error}' if self.dead_error else ''}")
+            return f"the engine has ended{f': {self.dead_error}' if self.dead_error else ''}"
         if (busy := self._busy) is not None:
             age_s = time.monotonic() - busy[1]
             if age_s > self._step_timeout_s:
-                raise RuntimeError(f"{busy[0]} has been running for {age_s:.0f} s, more than {self._step_timeout_s:g} s")
+                return f"{busy[0]} has been running for {age_s:.0f} s, more than {self._step_timeout_s:g} s"
+        return ""
 
     async def describe(self) -> dict[str, Any]:
         """Says what the executor does."""

@@ -123,6 +123,7 @@ async def _run(settings: EngineSettings, executor: Executor, stop: Stop, link: S
         )
         seldom_look_for_garbage()
         if link is not None:
+            link.is_stuck = lambda: bool(core.complaint())
             link.say_ready()
         await _run_until(core, stop, settings.shutdown_timeout_s)
 

@@ -4,8 +4,8 @@ Down the socket come lines of JSON. The first one is :class:`Orders`: all settin
 command line or in an environment. After the process has said that it is ready, a frontend is told how all frontends are (a list
 of :class:`FrontendState`) whenever that changes.
 
-Up it go single bytes: :data:`READY`, once, and :data:`ALIVE` at every heartbeat. They are sent by the event loop, so a blocked
-loop sends none. When the socket ends, the supervisor is gone, and the process ends.
+Up it go single bytes: :data:`READY`, once, and at every heartbeat :data:`ALIVE`, or :data:`STUCK` if a step does not end. They
+are sent by the event loop, so a blocked loop sends none. When the socket ends, the supervisor is gone, and the process ends.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "ALIVE",
     "DRAIN_SIGNAL",
     "READY",
+    "STUCK",
     "FrontendState",
     "Orders",
     "Stop",
@@ -37,6 +38,7 @@ DRAIN_SIGNAL = signal.SIGUSR2
 
 READY = b"r"
 ALIVE = b"."
+STUCK = b"s"
 
 _Settings = TypeVar("_Settings")
 
@@ -145,6 +147,7 @@ class SupervisorLink:
 
     Attributes:
         frontends: the last states from the supervisor.
+        is_stuck: says whether requests are not carried out any more, though this loop runs.
     """
 
     def __init__(self, sock: socket.socket, heartbeat_s: float) -> None:
@@ -152,6 +155,7 @@ class SupervisorLink:
         self._heartbeat_s = heartbeat_s
         self._writer: asyncio.StreamWriter | None = None
         self.frontends: list[FrontendState] = []
+        self.is_stuck: Callable[[], bool] = lambda: False
 
     @classmethod
     def open(cls, fd: int, settings: type[_Settings]) -> tuple[SupervisorLink, _Settings]:
@@ -205,5 +209,5 @@ class SupervisorLink:
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
         while self._heartbeat_s > 0 and not writer.is_closing():
             if not writer.transport.get_write_buffer_size():  # otherwise the supervisor has unread signs of life
-                writer.write(ALIVE)
+                writer.write(STUCK if self.is_stuck() else ALIVE)
             await asyncio.sleep(self._heartbeat_s)

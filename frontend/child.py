@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from shmring.core.loggers import logger_of
-from shmring.engine.supervision import READY, FrontendState
+from shmring.engine.supervision import ALIVE, READY, STUCK, FrontendState
 from shmring.frontend.import_path import without_working_directory
 from shmring.frontend.keys import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE
 from shmring.processes.process import Process
@@ -35,6 +35,7 @@ class Child:
         process: the process.
         started_at: when, by the loop's clock.
         ready: set when it has said that it serves.
+        is_stuck: whether it has said last that requests are not carried out any more.
         silent_heartbeats: how many heartbeats in a row it has missed.
         informed_of: the states of the frontends that it was last sent.
         killed_because: why the supervisor has killed it; empty: it has not.
@@ -45,6 +46,7 @@ class Child:
         self.process = process
         self.started_at = asyncio.get_running_loop().time()
         self.ready = asyncio.Event()
+        self.is_stuck = False
         self.silent_heartbeats = 0
         self.informed_of: list[FrontendState] = []
         self.killed_because = ""
@@ -150,6 +152,7 @@ class Child:
         with contextlib.suppress(ConnectionError):
             while words := await reader.read(_READ_NBYTES):
                 self._heard = True
+                self.is_stuck = words.rfind(STUCK) > words.rfind(ALIVE)
                 if READY in words:
                     self.ready.set()
 

@@ -119,5 +119,6 @@ def _options_of(values: dict[str, Any]) -> ServeOptions:
         heartbeat_timeout_s=values["heartbeat_timeout_s"],
         lifeline_fd=_STDIN_FD if values["stop_with_stdin"] else None,
         ready_fd=values["ready_fd"],
+        health_port=values["health_port"],
         notice=notice_of(values, "shmring serve"),
     )

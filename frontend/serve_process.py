@@ -40,6 +40,7 @@ class ServerProcess:
     Attributes:
         process: of its supervisor.
         url: where it serves, when it is ready.
+        health_url: of its supervisor, likewise, with ``--health-port``.
         engines, frontends: their pids, likewise.
         killed: pids of those that did not stop when they were told to.
     """
@@ -47,6 +48,7 @@ class ServerProcess:
     def __init__(self, process: Process, errors: Path | None, stop_limit_s: float) -> None:
         self.process = process
         self.url = ""
+        self.health_url: str | None = None
         self.engines: list[int] = []
         self.frontends: list[int] = []
         self.killed: list[int] = []
@@ -148,6 +150,7 @@ class ServerProcess:
 
     def _serves(self, word: Serving) -> None:
         self.url, self.engines, self.frontends = word.url, word.engines, word.frontends
+        self.health_url = word.health_url
         for pid in (*word.engines, *word.frontends):
             with contextlib.suppress(ProcessLookupError):  # a frontend that has died already is replaced
                 self._parts.append(Process(pid))

@@ -58,11 +58,13 @@ import msgspec
 from shmring.core.loggers import logger_of
 from shmring.door import parse_nbytes
 from shmring.engine.flags import NO_OPTION, Flag
+from shmring.engine.logs import dropped_lines
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import FrontendState, Orders, Stop
 from shmring.frontend.accelerators import count_gpus, environment_of
 from shmring.frontend.child import Child, end_children
 from shmring.frontend.listening import listen, place_of, url_of
+from shmring.frontend.liveness import EngineLife, Life, answering
 from shmring.frontend.memory_checks import describe_kill, memory_checks, oom_kills
 from shmring.frontend.settings import ProcessSettings
 from shmring.memory.available import lack_of_memory
@@ -111,11 +113,12 @@ class ServeError(Exception):
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """What a server says on ``--ready-fd``: where it serves, and the pids of its processes."""
+    """What a server says on ``--ready-fd``: where it serves, the pids of its processes, and where ``--health-port`` is."""
 
     url: str
     engines: list[int]
     frontends: list[int]
+    health_url: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,6 +135,8 @@ class ServeOptions:
         lifeline_fd: a pipe, socket or terminal; the server stops when its other end is closed. None: there is none.
         ready_fd: Write a line of JSON to this descriptor, and close it, when the server is ready: its url, and the pids of its
             engines and frontends. It is a pipe's or a file's that the server has inherited.
+        health_port: Answer GET /health at this port of --host, too: by the supervisor, which says whether only a restart helps.
+            Probes there are answered in time however busy the frontends are. No caller needs to reach it; 0 is any free port.
         notice: a line for whoever starts it; empty: none.
     """
 
@@ -142,6 +147,7 @@ class ServeOptions:
     heartbeat_timeout_s: Annotated[float, Flag(least=0, parse=_parse_heartbeat_timeout)] = 30.0
     lifeline_fd: Annotated[int | None, NO_OPTION] = None
     ready_fd: Annotated[int | None, Flag(least=3, parse=_parse_ready_fd)] = None
+    health_port: Annotated[int | None, Flag(least=0, most=65535)] = None
     notice: Annotated[str, NO_OPTION] = ""
 
     @property
@@ -186,9 +192,13 @@ def serve(options: ServeOptions) -> None:
     except OSError as error:
         raise ServeError(error.strerror) from None
     _check_memory(_slabs_nbytes(options))
-    with _listen(options.frontend) as listening, _metrics_directory() as metrics_dir:
+    with (
+        _listen(options.frontend) as listening,
+        _listen_for_probes(options) as probed,
+        _metrics_directory() as metrics_dir,
+    ):
         _say_what_starts(options, listening)
-        asyncio.run(_Supervisor(options, listening, metrics_dir).run())
+        asyncio.run(_Supervisor(options, listening, metrics_dir, probed).run())
 
 
 def _slabs_nbytes(options: ServeOptions) -> int:
@@ -213,6 +223,12 @@ def _listen(frontend: ProcessSettings) -> socket.socket:
         return listen(frontend)
     except OSError as error:
         raise ServeError(f"can't listen on {place_of(frontend)}: {error.strerror or error}") from None
+
+
+def _listen_for_probes(options: ServeOptions) -> contextlib.AbstractContextManager[socket.socket | None]:
+    if options.health_port is None:
+        return contextlib.nullcontext()
+    return _listen(dataclasses.replace(options.frontend, port=options.health_port, uds=None))
 
 
 def _say_what_starts(options: ServeOptions, listening: socket.socket) -> None:
@@ -277,9 +293,12 @@ def _sweep_metrics(place: Path) -> None:
 class _Supervisor:
     """See the head of this file."""
 
-    def __init__(self, options: ServeOptions, listening: socket.socket, metrics_dir: str) -> None:
+    def __init__(
+        self, options: ServeOptions, listening: socket.socket, metrics_dir: str, probed: socket.socket | None = None
+    ) -> None:
         self._options = options
         self._listening = listening
+        self._probed = probed
         self._url = url_of(listening, options.frontend.tls)
         self._metrics_dir = metrics_dir
         self._gpus = count_gpus()
@@ -304,6 +323,10 @@ class _Supervisor:
         """
         self._stop.heed_signals()
         gc.freeze()  # what was imported stays
+        async with contextlib.nullcontext() if self._probed is None else answering(self._probed, self._life):
+            await self._run()
+
+    async def _run(self) -> None:
         if self._options.lifeline_fd is not None:
             self._watch_lifeline(self._options.lifeline_fd)
         tasks: list[asyncio.Task[None]] = []
@@ -387,7 +410,8 @@ class _Supervisor:
             [child.pid for _, child in sorted(children.items())] for children in (self._engines, self._frontends)
         )
         try:
-            say_ready(fd, Serving(self._url, engines, frontends))
+            health_url = None if self._probed is None else f"{url_of(self._probed, None)}/health"
+            say_ready(fd, Serving(self._url, engines, frontends, health_url))
         except BrokenPipeError:
             _say(f"ready, but no program reads descriptor {fd} (--ready-fd) any more")
         except OSError as error:
@@ -486,18 +510,33 @@ class _Supervisor:
                     child.kill(f"showed no sign of life for {self._options.heartbeat_timeout_s:g} s (--heartbeat-timeout)")
             self._inform_frontends()
 
+    def _life(self) -> Life:
+        names = [engine.name for engine in self._options.engines]
+        engines = {name: self._life_of(rank) for rank, name in enumerate(names)}
+        return Life.of(engines, self._states(), dropped_lines())
+
+    def _life_of(self, rank: int) -> EngineLife:
+        child = self._engines.get(rank)
+        if child is None or not child.lives or not child.ready.is_set():
+            return "restarting" if self._engines_ready[rank].is_set() else "starting"
+        return "unresponsive" if self._is_silent(child) else "stuck" if child.is_stuck else "running"
+
+    def _states(self) -> list[FrontendState]:
+        return [self._state_of(index, child) for index, child in sorted(self._frontends.items())]
+
+    def _is_silent(self, child: Child) -> bool:
+        return child.silent_heartbeats * self._options.heartbeat_s > self._options.heartbeat_timeout_s * _WORRYING_SHARE
+
     def _inform_frontends(self) -> None:
-        states = [self._state_of(index, child) for index, child in sorted(self._frontends.items())]
+        states = self._states()
         for child in self._frontends.values():
             child.inform_of(states)
 
     def _state_of(self, index: int, child: Child) -> FrontendState:
-        worrying = self._options.heartbeat_timeout_s * _WORRYING_SHARE
         restarts = self._restarts[index]
         if not child.lives or not child.ready.is_set():
             return FrontendState(index, child.pid, "restarting" if restarts or not child.lives else "starting", restarts)
-        silent_s = child.silent_heartbeats * self._options.heartbeat_s
-        return FrontendState(index, child.pid, "unresponsive" if silent_s > worrying else "serving", restarts)
+        return FrontendState(index, child.pid, "unresponsive" if self._is_silent(child) else "serving", restarts)
 
     async def _keep_frontend(self, index: int) -> None:
         """Keeps a frontend running. Fails if the first one was never ready."""

@@ -137,7 +137,7 @@ def of_kubernetes() -> Place:
         size(shm["sizeLimit"]),
         size(container()["resources"]["limits"]["memory"]),
         pod()["spec"]["terminationGracePeriodSeconds"],
-        {port["containerPort"] for port in container()["ports"]},
+        {port["containerPort"] for port in container()["ports"] if port["name"] != "health"},
     )
 
 
@@ -309,9 +309,11 @@ def test_manifests_mean_the_same_pods_and_port() -> None:
     assert deployment["spec"]["selector"]["matchLabels"] == labels
     assert service["spec"]["selector"] == labels
     assert monitor["spec"]["selector"]["matchLabels"] == labels
-    [port] = container()["ports"]
-    probes = [container()[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
-    used = {probe["httpGet"]["port"] for probe in probes} | {each["targetPort"] for each in service["spec"]["ports"]}
+    port, health_port = container()["ports"]
+    asked = {kind: container()[f"{kind}Probe"]["httpGet"]["port"] for kind in ("startup", "readiness", "liveness")}
+    assert asked == {"startup": health_port["name"], "readiness": port["name"], "liveness": health_port["name"]}
+    assert health_port["containerPort"] == of_kubernetes().options.health_port, "the supervisor's, who has time"
+    used = {each["targetPort"] for each in service["spec"]["ports"]}
     assert used | {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} == {port["name"]}
     assert pod()["metadata"]["annotations"]["prometheus.io/port"] == str(port["containerPort"])
     mounted = {mount["name"] for mount in container()["volumeMounts"]}
