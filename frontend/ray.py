@@ -57,6 +57,7 @@ def app(arguments: Mapping[str, Any]) -> Any:
         cast(Any, _Replica)
         .options(
             num_replicas=deployed.num_replicas,
+            **({"autoscaling_config": deployed.autoscaling_config} if deployed.autoscaling_config else {}),
             max_ongoing_requests=deployed.max_ongoing_requests,
             max_queued_requests=settings.http.max_queued_requests,
             placement_group_bundles=[{"CPU": 1}, engine_bundle],

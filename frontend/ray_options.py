@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import click
 
@@ -47,19 +47,34 @@ _REPLICA = "00000000"  # as long as a replica's id
 _MAX_NAME_LENGTH = 64 - len(f"ray-{'0' * 12}--{_REPLICA}")
 
 
+def _parse_num_replicas(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or not 1 <= (number := int(text)) < 2**31:
+        raise ValueError(f"{text[:64]!r} is neither a number of at least 1 nor auto")
+    return number
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeploymentSettings:
     """How Ray Serve runs an application. What its configuration says of the deployment ``shmring`` counts before this.
 
     Attributes:
-        num_replicas: Replicas: each is a frontend with its engine, on one node.
+        num_replicas: Replicas: each is a frontend with its engine, on one node. auto: as many as Ray Serve finds that requests
+            need.
+        autoscaling_config: With auto: between how many, and when there are more or fewer, as a JSON object: what Ray Serve's
+            AutoscalingConfig has.
+
+            Without target_ongoing_requests, Ray Serve takes 2, and starts a replica for every two requests. A replica answers
+            many at once: set it to half of max_ongoing_requests, for example.
         num_cpus: CPUs of an engine, as Ray counts them; torch uses as many threads. A frontend has one more.
         num_gpus: GPUs of an engine.
         max_ongoing_requests: Requests that a replica has at a time, streams included; others wait in Ray Serve's proxy, or go
             to another replica.
     """
 
-    num_replicas: int = 1
+    num_replicas: Annotated[int | Literal["auto"], Flag(kind=str, parse=_parse_num_replicas, default="1", metavar="N|auto")] = 1
+    autoscaling_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_cpus: int = 1
     num_gpus: Annotated[int, Flag(least=0)] = 0
     max_ongoing_requests: int = 64
@@ -106,6 +121,8 @@ def settings_of_arguments(arguments: Mapping[str, Any], *, here: bool = True) ->
                 values |= {"api_key_file": None, "admin_key_file": None}
             engine = engine_settings_of(values, here=here)
             deployment = filled(DeploymentSettings(), DEPLOYMENT_OPTIONS, values)
+            if deployment.autoscaling_config and deployment.num_replicas != "auto":
+                raise click.UsageError("autoscaling-config is for num-replicas: auto")
             http = settings_of(values)
     except click.ClickException as error:
         raise ValueError(f"the application's arguments: {error.format_message()}") from None

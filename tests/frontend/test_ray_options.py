@@ -57,6 +57,25 @@ def test_arguments_are_what_options_are() -> None:
     assert settings(**texts, **others) == made
 
 
+@for_each(
+    ("given", "expected", "config"),
+    [
+        ({}, 1, {}),
+        ({"num-replicas": "3"}, 3, {}),
+        ({"num-replicas": "auto"}, "auto", {}),
+        (
+            {"num_replicas": "auto", "autoscaling_config": {"max_replicas": 8, "target_ongoing_requests": 32}},
+            "auto",
+            {"max_replicas": 8, "target_ongoing_requests": 32},
+        ),
+        ({"num-replicas": "auto", "autoscaling-config": '{"min_replicas": 0}'}, "auto", {"min_replicas": 0}),
+    ],
+)
+def test_ray_serve_may_choose_how_many_replicas_there_are(given: dict[str, Any], expected: Any, config: Any) -> None:
+    made = settings_of_arguments(given, here=False).deployment
+    assert (made.num_replicas, made.autoscaling_config) == (expected, config)
+
+
 def test_each_option_of_the_server_is_an_argument_or_says_who_does_the_same() -> None:
     from shmring.frontend.ray_options import _BY_NAME
 
@@ -87,7 +106,10 @@ def test_each_option_of_the_server_is_an_argument_or_says_who_does_the_same() ->
         ({"model": "owner/name", "executor": "fingerprints"}, "loads no model"),
         ({"name": "a/b"}, "can't name an engine"),
         ({"name": "a" * 64}, "name has more than"),
-        ({"num-replicas": 0}, "'--num-replicas'"),
+        ({"num-replicas": 0}, "'--num-replicas': '0' is neither a number of at least 1 nor auto"),
+        ({"num-replicas": "Auto"}, "'Auto' is neither a number"),
+        ({"num-replicas": 2, "autoscaling-config": {"max_replicas": 3}}, "autoscaling-config is for num-replicas: auto"),
+        ({"num-replicas": "auto", "autoscaling-config": 3}, "write a JSON object"),
         ({"num-gpus": 0.5}, "'--num-gpus'"),
         ({5: 1}, "'5' can't be one"),
         ({"--host": "::"}, "'--host' can't be one"),

@@ -39,3 +39,15 @@ def test_configurations_of_ray_serve_are_as_ray_serve_says() -> None:
         built = app(application.args)
         assert built._bound_deployment.name == "shmring"
         assert built._bound_deployment.num_replicas == 2
+
+
+def test_ray_serve_is_told_that_it_chooses_how_many_replicas_there_are() -> None:
+    from shmring.frontend.ray import app
+
+    config = {"max_replicas": 8, "target_ongoing_requests": 32}
+    built = app({"num-replicas": "auto", "autoscaling-config": config})._bound_deployment
+    chosen = built._deployment_config
+    assert (chosen.autoscaling_config.min_replicas, chosen.autoscaling_config.max_replicas) == (1, 8)
+    assert (chosen.autoscaling_config.target_ongoing_requests, chosen.max_ongoing_requests) == (32, 64)
+    assert app({"num-replicas": "auto"})._bound_deployment._deployment_config.autoscaling_config.max_replicas == 100
+    assert app({"num-replicas": 3})._bound_deployment._deployment_config.autoscaling_config is None
