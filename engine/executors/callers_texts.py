@@ -17,11 +17,7 @@ import msgspec
 from shmring.engine.executors.interface import ContextLengthError
 from shmring.engine.protocol import ChatMessage, GenerateRequest, Medium, MediumPart, TextPart
 
-__all__ = ["LONG_CHARACTERS", "CallersTexts", "count_characters", "find_variables", "media_in_order", "tool_fields"]
-
-#: A text that is longer is made into tokens beside steps. Those of a step have no more together, which take some ten
-#: milliseconds.
-LONG_CHARACTERS = 16 << 10
+__all__ = ["CallersTexts", "count_characters", "find_variables", "media_in_order", "tool_fields"]
 
 
 class CallersTexts:

@@ -28,7 +28,6 @@ import dataclasses
 import heapq
 import itertools
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeAlias
@@ -36,14 +35,11 @@ from typing import TypeAlias
 import msgspec
 import torch
 
-from shmring.core.loggers import logger_of
-from shmring.engine.answers import without_frames
+from shmring.engine.executors.failures import report
 from shmring.engine.executors.interface import ExecutorDeadError, StepOutput
 from shmring.engine.protocol import EncodeReply, EncodeRequest, Medium, Text
 
 __all__ = ["Encoded", "EncodingLine"]
-
-logger = logger_of("shmring.engine.executors")
 
 _SLICE_S = 0.004  # a small request waits for so long at most, beside one input; ending and beginning a slice takes 0.1 ms
 _SMALL_S = 0.004  # a small request takes so long at most, by its estimate
@@ -54,12 +50,6 @@ _PART_INPUTS = 256  # of a reply: their embeddings are copied to its slot in wel
 Encoded: TypeAlias = tuple[torch.Tensor, int]
 
 _GOES_ON = StepOutput(finished=False, keep_inputs=True)
-
-
-def _report(error: Exception) -> Exception:
-    if not isinstance(error, ValueError):
-        logger.error("an input could not be encoded\n%s", "".join(traceback.format_exception(error)))
-    return without_frames(error)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -102,7 +92,7 @@ class EncodingLine:
         self,
         encode: Callable[[Sequence[Text | Medium]], Sequence[Encoded | Exception] | Generator[None, None, Encoded]],
         expected_s: Callable[[Text | Medium], float],
-        report: Callable[[Exception], Exception] = _report,
+        report: Callable[[Exception], Exception] = report,
         together: int = 1,
         slice_s: float = _SLICE_S,
     ) -> None:

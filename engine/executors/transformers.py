@@ -29,13 +29,12 @@ Invariants:
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import time
-import traceback
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,22 +44,22 @@ import msgspec
 import torch
 
 from shmring.core.loggers import logger_of
-from shmring.engine.answers import without_frames
-from shmring.engine.executors.callers_texts import LONG_CHARACTERS, count_characters
+from shmring.engine.executors.callers_texts import count_characters
 from shmring.engine.executors.checkpoint import Checkpoint, LoadSettings, load_checkpoint
 from shmring.engine.executors.detokenizer import Detokenizer, TokenTexts
 from shmring.engine.executors.embedding import POOLINGS, Embedder
 from shmring.engine.executors.encoding import Encoded, EncodingLine
+from shmring.engine.executors.failures import report, shortened
 from shmring.engine.executors.generation import Context, LanguageModel, Prompt
 from shmring.engine.executors.grammars import Grammar, Grammars
 from shmring.engine.executors.interface import (
     ContextLengthError,
     ExecutorDeadError,
     ExecutorOptions,
-    OverloadedError,
     StepInput,
     StepOutput,
 )
+from shmring.engine.executors.preparing import LOOKING_S, MEDIA, TEXTS, Preparing, is_long, thread_for
 from shmring.engine.executors.prompts import PromptBuilder
 from shmring.engine.executors.sampling import Choice, Sampler, choose_together, longest_answer
 from shmring.engine.executors.stopping import StopTexts
@@ -106,12 +105,9 @@ _GOES_ON = StepOutput(finished=False)
 _WAITS = StepOutput(finished=False, keep_inputs=True)  # for the form of its answer
 _COMES_AGAIN = StepOutput(finished=False, keep_inputs=True)
 
-_LOOKING_S = 0.01  # a step with nothing to do waits so long for a prompt that is being prepared; requests that come wait, too
 _SIDE = 64  # pixels; of the picture that a model is tried with
 
 _DESCRIBED = 64  # tokens with logprobs that wait for their text: a call of a tool may be long, and a message has a bound
-
-_MAX_ERROR_CHARACTERS = 500  # of what a library says; some print whole tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -284,17 +280,13 @@ class TransformersExecutor:
         self._batch_decode = settings.batch_decode
         if (reason := self._model.check(self._make_examples)) is not None:
             logger.info("%s reads one request at a time: %s", self._checkpoint.name, reason)
-        self._prompts_aside = self._prompts
-        if self._model.flat:
-            self._prompts_aside = PromptBuilder(_copied(self._checkpoint), options.mm_processor_kwargs)
-            self._prompts_aside.input = self._prompts.input
-        self._aside = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")
-        self._long_prompts = PromptBuilder(_copied(self._checkpoint), options.mm_processor_kwargs)
-        self._long_prompts.input = self._prompts.input
-        self._long = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-texts")
-        self._preparing: dict[int, _Preparing] = {}
+        #: Of prompts that are prepared on a thread, by its name; None: within a step.
+        self._prompts_of: dict[str | None, PromptBuilder] = {None: self._prompts}
+        for thread in (MEDIA, TEXTS):
+            self._prompts_of[thread] = PromptBuilder(_copied(self._checkpoint), options.mm_processor_kwargs)
+            self._prompts_of[thread].input = self._prompts.input
+        self._preparing = Preparing[_Prepared]()
         self._long_inputs: dict[int, _LongInputs] = {}  # of requests to encode
-        self._characters = 0  # of texts that this step has made into tokens
         self._taken: defaultdict[int, float] = defaultdict(float)  # seconds of this step, by request
         self._lone_turns = itertools.count(1)
         self._token_s = _IDLE_S / _IDLE_TOKENS  # of a token, in the last pass of many
@@ -347,7 +339,8 @@ class TransformersExecutor:
         """
         outputs: dict[int, StepOutput | Exception] = {}
         to_encode: dict[int, EncodeRequest] = {}
-        copied_nbytes = self._characters = 0
+        copied_nbytes = 0
+        self._preparing.begin_step()
         self._taken.clear()
         for part in batch:
             if isinstance(part.payload, EncodeRequest):
@@ -394,21 +387,19 @@ class TransformersExecutor:
 
     def forget(self, request_id: int) -> None:
         """Lets go of a request's keys and values, or of its embeddings so far."""
-        if (preparing := self._preparing.pop(request_id, None)) is not None:
-            preparing.request.clear()
-            preparing.future.cancel()
+        self._preparing.forget(request_id)
         waiting, _ = self._waiting.pop(request_id, (None, None))
         for answer in [*self._answers.pop(request_id, ()), *([waiting] if waiting is not None else [])]:
             self._model.close(answer.context)
-        if (long := self._long_inputs.pop(request_id, None)) is not None and long.future is not None:
-            long.future.cancel()
+        self._long_inputs.pop(request_id, None)
         self._grammars.forget(request_id)
         self._line.forget(request_id)
 
     def close(self) -> None:
         """Lets go of everything but the model and threads that wait, which go with this object."""
-        for request_id in [*self._answers, *self._preparing, *self._long_inputs]:
+        for request_id in [*self._answers, *self._long_inputs]:
             self.forget(request_id)
+        self._preparing.close()
         self._grammars.close()
 
     # -- prompts -------------------------------------------------------------------------------------------------------
@@ -424,25 +415,18 @@ class TransformersExecutor:
                     return
                 grammars = ready
             characters = count_characters(request)
-            has_media = bool(request.media) and self._model.flat
-            if has_media or characters > LONG_CHARACTERS:
+            thread = thread_for(characters, has_media=bool(request.media) and self._model.flat)
+            if thread is not None:
                 if not isinstance(request.prompt, list):
                     self._prompts.check_length(characters, request.sampling.max_tokens)
-                owned = [msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])]
-                thread, prompts = (self._aside, self._prompts_aside) if has_media else (self._long, self._long_prompts)
-                self._preparing[request_id] = _Preparing(owned, thread.submit(self._prepare_aside, owned, prompts, grammars))
-            elif self._characters and self._characters + characters > LONG_CHARACTERS and not request.needs_form:
+                request = msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])
+            elif not (request.needs_form or self._preparing.has_room(characters)):
                 outputs[request_id] = _COMES_AGAIN
-            else:
-                self._characters += characters
-                self._open(request_id, self._prepare(request, self._prompts, grammars), outputs)
+                return
+            work = functools.partial(self._prepare, request, self._prompts_of[thread], grammars)
+            self._preparing.begin(request_id, work, characters, thread)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
             outputs[request_id] = _report(error)
-
-    def _prepare_aside(
-        self, owned: list[GenerateRequest], prompts: PromptBuilder, grammars: Sequence[Grammar | None]
-    ) -> _Prepared:
-        return self._prepare(owned.pop(), prompts, grammars)
 
     def _prepare(self, request: GenerateRequest, prompts: PromptBuilder, grammars: Sequence[Grammar | None]) -> _Prepared:
         if request.tokenize:
@@ -464,12 +448,8 @@ class TransformersExecutor:
         ]
         return answers, self._model.prepare(inputs)
 
-    def _open(self, request_id: int, prepared: _Prepared, outputs: dict[int, StepOutput | Exception]) -> None:
+    def _open(self, request_id: int, answers: Sequence[_Answer], prompt: Prompt) -> None:
         """Begins with the first answer, which reads the prompt for all of them."""
-        if isinstance(prepared, StepOutput):
-            outputs[request_id] = prepared
-            return
-        answers, prompt = prepared
         for answer in answers:
             answer.request_id = request_id
         first, *first.twins = answers
@@ -479,22 +459,18 @@ class TransformersExecutor:
     def _enter(self, outputs: dict[int, StepOutput | Exception], *, is_idle: bool) -> None:
         """Takes the prompts that are ready by now; waits for one a little if there is nothing else to do."""
         if is_idle and outputs and all(output is _WAITS for output in outputs.values()):
-            self._grammars.wait(_LOOKING_S)
-        mine = {request_id: self._preparing[request_id] for request_id in outputs if request_id in self._preparing}
+            self._grammars.wait(LOOKING_S)
         if is_idle and not any(self._answers.get(request_id) for request_id in outputs):
-            futures: list[concurrent.futures.Future[Any]] = [preparing.future for preparing in mine.values()]
-            reading = [self._long_inputs[request_id].future for request_id in outputs if request_id in self._long_inputs]
-            futures += [future for future in reading if future is not None]
-            concurrent.futures.wait(futures, _LOOKING_S, concurrent.futures.FIRST_COMPLETED)
-        for request_id, preparing in mine.items():
-            if not preparing.future.done():
-                continue
-            del self._preparing[request_id]
+            self._preparing.wait(outputs)
+        for request_id in [request_id for request_id, output in outputs.items() if output is _GOES_ON]:
             try:
-                self._open(request_id, preparing.future.result(), outputs)
+                prepared = self._preparing.take(request_id)
+                if isinstance(prepared, StepOutput):
+                    outputs[request_id] = prepared
+                elif isinstance(prepared, tuple):
+                    self._open(request_id, *prepared)
             except Exception as error:  # noqa: BLE001 - as in the request's first step
                 outputs[request_id] = _report(error)
-                error.__traceback__ = None  # its frames hold media, and the future that holds the error
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
@@ -525,8 +501,9 @@ class TransformersExecutor:
                 logits = self._model.advance([(answer.context, pieces[answer]) for answer in answers])
             except Exception as error:  # noqa: BLE001 - whatever goes wrong with a step fails the requests in it
                 if len(answers) > 1 and not isinstance(error, torch.AcceleratorError):  # one may be at fault for all
-                    text = str(error)[:_MAX_ERROR_CHARACTERS]
-                    logger.warning("a step of %d answers failed, and they are read one by one: %s", len(answers), text)
+                    logger.warning(
+                        "a step of %d answers failed, and they are read one by one: %s", len(answers), shortened(error)
+                    )
                     passes += [[answer] for answer in answers]
                 else:
                     outputs.update(dict.fromkeys((answer.request_id for answer in answers), _report(error)))
@@ -638,7 +615,7 @@ class TransformersExecutor:
         """Has a request encoded in this step, or its long texts made into tokens first."""
         if request_id not in self._long_inputs:
             texts = [(number, item) for number, item in enumerate(request.inputs) if isinstance(item, Text)]
-            long = [(number, text) for number, text in texts if len(text.text) > LONG_CHARACTERS]
+            long = [(number, text) for number, text in texts if is_long(len(text.text))]
             try:
                 for _, text in long:
                     self._prompts.check_length(len(text.text) if isinstance(text.text, str) else 0, None)
@@ -647,7 +624,7 @@ class TransformersExecutor:
                 return
             self._long_inputs[request_id] = _LongInputs(deque(long))
         try:
-            is_read = self._read_texts(self._long_inputs[request_id])
+            is_read = self._read_texts(request_id, self._long_inputs[request_id])
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
             outputs[request_id] = _report(error)
             return
@@ -659,18 +636,17 @@ class TransformersExecutor:
         else:
             to_encode[request_id] = request
 
-    def _read_texts(self, long: _LongInputs) -> bool:
+    def _read_texts(self, request_id: int, long: _LongInputs) -> bool:
         """Has the next long text of a request made into tokens; returns whether all of them are."""
-        if long.future is not None:
-            if not long.future.done():
-                return False
-            future, long.future = long.future, None
+        if (tokens := self._preparing.take(request_id)) is not None:
+            assert isinstance(tokens, Text), "nothing else is prepared for a request to encode"
             number, _ = long.left.popleft()
-            long.tokens[number] = Text(cast("list[int]", array("i", future.result())))
-        if not long.left:
-            return True
-        long.future = self._long.submit(self._long_prompts.read_text, long.left[0][1])
-        return False
+            long.tokens[number] = tokens
+        if long.left and request_id not in self._preparing:
+            _, text = long.left[0]
+            work = functools.partial(_read_text, self._prompts_of[TEXTS], text)
+            self._preparing.begin(request_id, work, len(text.text), TEXTS)
+        return not long.left
 
     def _embed(self, items: Sequence[Text | Medium]) -> list[Encoded | Exception]:
         if self._embedder is None:
@@ -678,21 +654,8 @@ class TransformersExecutor:
         return self._embedder.embed(items)
 
 
-#: The answers of a request, and their prompt; or what is told of tokens.
-_Prepared: TypeAlias = tuple[list[_Answer], Prompt] | StepOutput
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Preparing:
-    """A prompt that is prepared on the thread.
-
-    Attributes:
-        request: the one request, until the thread has begun with it or it was aborted.
-        future: what comes of it.
-    """
-
-    request: list[GenerateRequest]
-    future: concurrent.futures.Future[_Prepared]
+#: The answers of a request, and their prompt; or what is told of tokens; or a text to be embedded, in tokens.
+_Prepared: TypeAlias = tuple[list[_Answer], Prompt] | StepOutput | Text
 
 
 @dataclasses.dataclass(slots=True)
@@ -701,13 +664,16 @@ class _LongInputs:
 
     Attributes:
         left: texts that are not tokens yet, with their numbers.
-        tokens: of the others, by their numbers; arrays, which take a ninth of a list's memory.
-        future: the tokens of the first that is left, while they are made.
+        tokens: of the others, by their numbers.
     """
 
     left: deque[tuple[int, Text]]
     tokens: dict[int, Text] = dataclasses.field(default_factory=dict)
-    future: concurrent.futures.Future[list[int]] | None = None
+
+
+def _read_text(prompts: PromptBuilder, text: Text) -> Text:
+    """Returns a text in tokens: in an array, which takes a ninth of a list's memory."""
+    return Text(cast("list[int]", array("i", prompts.read_text(text))))
 
 
 def _copied(checkpoint: Checkpoint) -> Checkpoint:
@@ -730,17 +696,12 @@ def _report(error: Exception) -> Exception:
     Raises:
         ExecutorDeadError: nothing can be computed any more.
     """
-    if isinstance(error, ContextLengthError | OverloadedError):
-        return without_frames(error)
-    text = str(error)[:_MAX_ERROR_CHARACTERS]
-    if isinstance(error, ValueError):
-        return ValueError(text)
-    logger.error("a request failed\n%s", "".join(traceback.format_exception(error)))
+    reported = report(error)
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return RuntimeError(f"out of memory ({text}); try a lower max_num_seqs or max_model_len")
+        return RuntimeError(f"out of memory ({shortened(error)}); try a lower max_num_seqs or max_model_len")
     if isinstance(error, torch.AcceleratorError):
-        raise ExecutorDeadError(f"the accelerator has failed: {text}") from None
-    return RuntimeError(f"{type(error).__name__}: {text}")
+        raise ExecutorDeadError(f"the accelerator has failed: {shortened(error)}") from None
+    return reported
 
 
 def _parse_options(options: Mapping[str, Any]) -> TransformersOptions:

@@ -40,17 +40,16 @@ import msgspec
 import torch
 
 from shmring.core.loggers import logger_of
-from shmring.engine.answers import without_frames
-from shmring.engine.executors.callers_texts import LONG_CHARACTERS, count_characters
+from shmring.engine.executors.callers_texts import count_characters
+from shmring.engine.executors.failures import report, shortened
 from shmring.engine.executors.grammars import form_of, try_form
 from shmring.engine.executors.interface import (
-    ContextLengthError,
     ExecutorDeadError,
     ExecutorOptions,
-    OverloadedError,
     StepInput,
     StepOutput,
 )
+from shmring.engine.executors.preparing import MEDIA, Preparing, is_long, thread_for
 from shmring.engine.executors.tool_calls import Parts, ResponseReader
 from shmring.engine.executors.vllm_requests import RequestBuilder, model_name
 from shmring.engine.protocol import (
@@ -74,12 +73,10 @@ logger = logger_of("shmring.engine.executors.vllm")
 _GOES_ON = StepOutput(finished=False)
 _WAITS = StepOutput(finished=False, keep_inputs=True)
 
-_LOOKING_S = 0.01  # a step with nothing to do waits so long for a request that is being prepared; requests that come wait, too
 _PAUSE_S = 0.001  # after a step of which nothing came: vLLM may wait for a grammar, and this thread must not spin meanwhile
 _PIECE_TEXTS = 8  # to be embedded, which are made into tokens in one go
 _TEXT_CHARACTERS = 64  # as which a text counts, beside its own: what else is done for it takes as long
 _MOST_AHEAD = 64  # inputs of a request that vLLM has: as many as its steps take together, or nearly so
-_MAX_ERROR_CHARACTERS = 500
 _KEPT_FORMS = 32  # that are known to compile
 _FORM_THREADS = 4  # a form that is tried for seconds keeps no other one waiting
 
@@ -149,8 +146,6 @@ class _Request:
         inputs: how many prompts it has.
         turn: its place among those of which prompts are made in a step; a later one when it has had its turn.
         trial: of the form of its answer, while it goes on.
-        future: its next prompts, while they are prepared on a thread.
-        owned: what that thread is to prepare; empty once it has begun.
         prompt_tokens: how many it has.
         answers: that are written; none for a request to encode.
         embeddings: of its inputs, by their order, so far.
@@ -160,8 +155,6 @@ class _Request:
     inputs: int
     turn: int
     trial: concurrent.futures.Future[None] | None = None
-    future: concurrent.futures.Future[_Prepared] | None = None
-    owned: list[tuple[EncodeRequest | GenerateRequest, Sequence[Text | Medium]]] = dataclasses.field(default_factory=list)
     prompt_tokens: int = 0
     answers: list[_Answer] = dataclasses.field(default_factory=list)
     embeddings: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -210,12 +203,10 @@ class VllmExecutor:
             capabilities=[name for name in CAPABILITIES if name != "tool_choice"],
         )
         self._pooling = importlib.import_module("vllm").PoolingParams(task="embed") if can["encode"] else None
-        self._media = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-media")
-        self._texts = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="shmring-texts")
+        self._preparing = Preparing[_Prepared]()
         self._forms = concurrent.futures.ThreadPoolExecutor(_FORM_THREADS, thread_name_prefix="shmring-grammars")
         # Those that wait until the media's thread has time.
         self._resets: collections.deque[concurrent.futures.Future[None]] = collections.deque()
-        self._characters = 0  # of texts that this step has made into tokens
         self._turns = itertools.count()
         self._requests: dict[int, _Request] = {}
         self._trials: set[subprocess.Popen[bytes]] = set()
@@ -232,7 +223,7 @@ class VllmExecutor:
             ExecutorDeadError: vLLM's engine has failed.
         """
         outputs: dict[int, StepOutput | Exception] = {}
-        self._characters = 0
+        self._preparing.begin_step()
         for part in sorted(batch, key=self._turn_of):
             try:
                 outputs[part.request_id] = self._enter(part)
@@ -244,9 +235,8 @@ class VllmExecutor:
         if self._engine.has_unfinished_requests():
             outputs |= self._step()
         elif any(output is _WAITS for output in outputs.values()):
-            awaited = [request.trial or request.future for request in self._requests.values()]
-            futures: list[concurrent.futures.Future[Any]] = [future for future in awaited if future is not None]
-            concurrent.futures.wait(futures, _LOOKING_S, concurrent.futures.FIRST_COMPLETED)
+            trials = [request.trial for request in self._requests.values() if request.trial is not None]
+            self._preparing.wait(outputs, trials)
         return [outputs[part.request_id] for part in batch]
 
     def forget(self, request_id: int) -> None:
@@ -254,17 +244,16 @@ class VllmExecutor:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
-        for future in (request.trial, request.future):
-            if future is not None:
-                future.cancel()
-        request.owned.clear()
+        if request.trial is not None:
+            request.trial.cancel()
+        self._preparing.forget(request_id)
         self._engine.abort_request(request.names)
 
     def reset_mm_cache(self) -> None:
         """Has vLLM forget media, when the one that is being prepared is done."""
         reset: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._resets.append(reset)
-        self._media.submit(self._reset)  # unless a medium that waits comes first, which does it, too
+        self._preparing.threads[MEDIA].submit(self._reset)  # unless a medium that waits comes first, which does it, too
         reset.result()
 
     def _reset(self) -> None:
@@ -280,8 +269,8 @@ class VllmExecutor:
 
     def close(self) -> None:
         """Ends vLLM's workers, if it has any, and gives the memory of accelerators back; the rest goes with the process."""
-        for threads in (self._media, self._texts, self._forms):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._preparing.close()
+        self._forms.shutdown(wait=False, cancel_futures=True)
         for trial in list(self._trials):
             trial.kill()
         self._engine.model_executor.shutdown()
@@ -314,19 +303,17 @@ class VllmExecutor:
             trial, request.trial = request.trial, None
             trial.result()
         while len(request.names) < request.inputs:
-            if request.future is None and not self._begin_piece(request, payload):
+            if part.request_id not in self._preparing and not self._begin_piece(part.request_id, request, payload):
                 return _WAITS
-            if request.future is None or not request.future.done():
+            if (prepared := self._preparing.take(part.request_id)) is None:
                 return _WAITS
-            future, request.future = request.future, None
-            prepared = future.result()
             if isinstance(prepared, StepOutput):
                 self.forget(part.request_id)
                 return prepared
             self._add(part.request_id, request, payload, prepared)
         return _GOES_ON
 
-    def _begin_piece(self, request: _Request, payload: EncodeRequest | GenerateRequest) -> bool:
+    def _begin_piece(self, request_id: int, request: _Request, payload: EncodeRequest | GenerateRequest) -> bool:
         """Prepares the next prompts of a request, or has that done; returns whether it is time for that."""
         items: Sequence[Text | Medium] = []
         if isinstance(payload, GenerateRequest):
@@ -338,24 +325,18 @@ class VllmExecutor:
             characters = sum(len(item.text) for item in items if isinstance(item, Text))
             has_media = not isinstance(items[0], Text)
         cost = characters + _TEXT_CHARACTERS * len(items)
-        if has_media or characters > LONG_CHARACTERS:
-            request.owned = owned = [(payload, items)]
-            request.future = (self._media if has_media else self._texts).submit(self._prepare_aside, owned, has_media)
-            return True
-        if self._characters and self._characters + cost > LONG_CHARACTERS:
+        thread = thread_for(characters, has_media=has_media)
+        if thread is None and not self._preparing.has_room(cost):
             return False
-        self._characters += cost
-        request.turn = next(self._turns)
-        request.future = concurrent.futures.Future()
-        request.future.set_result(self._prepare(payload, items))
+        if thread is None:
+            request.turn = next(self._turns)
+        prepare = self._prepare_media if thread == MEDIA else self._prepare
+        self._preparing.begin(request_id, functools.partial(prepare, payload, items), cost, thread)
         return True
 
-    def _prepare_aside(
-        self, owned: list[tuple[EncodeRequest | GenerateRequest, Sequence[Text | Medium]]], has_media: bool
-    ) -> _Prepared:
-        if has_media:
-            self._reset()
-        return self._prepare(*owned.pop())
+    def _prepare_media(self, payload: EncodeRequest | GenerateRequest, items: Sequence[Text | Medium]) -> _Prepared:
+        self._reset()
+        return self._prepare(payload, items)
 
     def _prepare(self, payload: EncodeRequest | GenerateRequest, items: Sequence[Text | Medium]) -> _Prepared:
         if isinstance(payload, EncodeRequest):
@@ -390,7 +371,7 @@ class VllmExecutor:
             made = self._engine.step()
         except Exception as error:  # noqa: BLE001 - any error of vLLM's engine is its end
             logger.critical("vLLM's engine has failed\n%s", traceback.format_exc())
-            raise ExecutorDeadError(f"vLLM's engine has failed: {type(error).__name__}: {_shortened(error)}") from None
+            raise ExecutorDeadError(f"vLLM's engine has failed: {type(error).__name__}: {shortened(error)}") from None
         if not made:
             time.sleep(_PAUSE_S)
         replies: dict[int, list[GenerateReply]] = {}
@@ -483,7 +464,7 @@ def _next_inputs(request: EncodeRequest, start: int) -> Sequence[Text | Medium]:
     characters = 0
     for item in request.inputs[start : start + _PIECE_TEXTS]:
         characters += len(item.text) if isinstance(item, Text) else 0
-        if items and (not isinstance(item, Text) or characters > LONG_CHARACTERS):
+        if items and (not isinstance(item, Text) or is_long(characters)):
             break
         items.append(item)
         if not isinstance(item, Text):
@@ -516,23 +497,14 @@ def _start(options: ExecutorOptions) -> Any:
     except (ImportError, OSError):
         raise
     except ValueError as error:
-        raise ValueError(f"vLLM can't start with model {options.model!r}: {_shortened(error)}") from error
+        raise ValueError(f"vLLM can't start with model {options.model!r}: {shortened(error)}") from error
     except Exception as error:  # noqa: BLE001 - whatever keeps it from starting is one line for the operator, and in the log
         logger.critical("vLLM can't start\n%s", traceback.format_exc())
-        raise OSError(f"vLLM can't start with model {options.model!r}: {_shortened(error)}") from None
+        raise OSError(f"vLLM can't start with model {options.model!r}: {shortened(error)}") from None
     engine.renderer._mm_processor_cache = engine.renderer._mm_processor_only_cache
     return engine
 
 
-def _shortened(error: Exception) -> str:
-    return str(error)[:_MAX_ERROR_CHARACTERS]
-
-
 def _report(error: Exception) -> Exception:
     """Returns an error of the same meaning that holds no frames, which hold media."""
-    if isinstance(error, ContextLengthError | OverloadedError):
-        return without_frames(error)
-    if isinstance(error, (ValueError, importlib.import_module("vllm.exceptions").VLLMClientError)):
-        return ValueError(_shortened(error))
-    logger.error("a request failed\n%s", "".join(traceback.format_exception(error)))
-    return RuntimeError(f"{type(error).__name__}: {_shortened(error)}")
+    return report(error, (ValueError, importlib.import_module("vllm.exceptions").VLLMClientError))

@@ -18,7 +18,7 @@ import torch
 
 from shmring.engine.client import EngineClient
 from shmring.engine.core import EngineCore
-from shmring.engine.executors import embedding, encoding
+from shmring.engine.executors import embedding, encoding, preparing
 from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions, StepInput, StepOutput
 from shmring.engine.protocol import (
     ChatMessage,
@@ -38,8 +38,7 @@ from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
-from shmring.engine.executors import transformers as executor_module  # noqa: E402 - after the skip
-from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
+from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402 - after the skip
 
 SEEING = ["llava", "gemma3", "idefics3", "qwen2_vl"]
 MANY = 50
@@ -69,7 +68,7 @@ def encode(executor: TransformersExecutor, *inputs: Any) -> EncodeReply:
         if output.finished:
             assert isinstance(output.reply, EncodeReply)
             return output.reply
-        assert output == StepOutput(None, finished=False, keep_inputs=True)
+        assert (output.reply, output.keep_inputs) == (None, True)
 
 
 class Reference:
@@ -532,9 +531,9 @@ def test_long_texts_are_made_into_tokens_beside_steps(
     executor = load("llava")
     inputs = [Text("Hello there, " * 9), noise(), Text("Hi"), Text("Another one. " * 9)]
     expected = encode(executor, *inputs)
-    monkeypatch.setattr(executor_module, "LONG_CHARACTERS", 100)
+    monkeypatch.setattr(preparing, "_LONG_CHARACTERS", 100)
     go_on = threading.Event()
-    read_text = executor._long_prompts.read_text
+    read_text = executor._prompts_of["texts"].read_text
     threads: list[str] = []
 
     def wait(text: Text) -> list[int]:
@@ -542,7 +541,7 @@ def test_long_texts_are_made_into_tokens_beside_steps(
         assert go_on.wait(60)
         return read_text(text)
 
-    monkeypatch.setattr(executor._long_prompts, "read_text", wait)
+    monkeypatch.setattr(executor._prompts_of["texts"], "read_text", wait)
     request = EncodeRequest([*inputs])
     short = encode(executor, Text("Hi"))
     outputs = executor.execute([StepInput(2, request), StepInput(3, EncodeRequest([Text("Hi")]))])
@@ -571,8 +570,8 @@ def test_long_texts_of_several_requests_are_made_into_tokens_in_turn(
     load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = load("llava")
-    monkeypatch.setattr(executor_module, "LONG_CHARACTERS", 100)
-    read_text = executor._long_prompts.read_text
+    monkeypatch.setattr(preparing, "_LONG_CHARACTERS", 100)
+    read_text = executor._prompts_of["texts"].read_text
     read: list[str] = []
 
     def note(text: Text) -> list[int]:
@@ -580,7 +579,7 @@ def test_long_texts_of_several_requests_are_made_into_tokens_in_turn(
         read.append(text.text[:4])
         return read_text(text)
 
-    monkeypatch.setattr(executor._long_prompts, "read_text", note)
+    monkeypatch.setattr(executor._prompts_of["texts"], "read_text", note)
     many, one = EncodeRequest([Text("many " * 30)] * 12), EncodeRequest([Text("one, " * 30)])
     running = {1: many, 2: one}
     while running:
@@ -600,7 +599,7 @@ def test_the_long_texts_of_a_request_that_was_given_up_are_made_into_tokens_no_m
     load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = load("llava")
-    monkeypatch.setattr(executor_module, "LONG_CHARACTERS", 100)
+    monkeypatch.setattr(preparing, "_LONG_CHARACTERS", 100)
     go_on = threading.Event()
     read: list[Text] = []
 
@@ -609,9 +608,9 @@ def test_the_long_texts_of_a_request_that_was_given_up_are_made_into_tokens_no_m
         assert go_on.wait(60)
         return [1]
 
-    monkeypatch.setattr(executor._long_prompts, "read_text", wait)
+    monkeypatch.setattr(executor._prompts_of["texts"], "read_text", wait)
     executor.execute([StepInput(1, EncodeRequest([Text("many " * 30)] * 12))])
     executor.forget(1)
     go_on.set()
-    executor._long.submit(lambda: None).result(60)
+    executor._preparing.threads["texts"].submit(lambda: None).result(60)
     assert len(read) <= 1

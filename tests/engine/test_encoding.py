@@ -153,8 +153,10 @@ def test_a_bug_is_logged_and_fails_its_request(caplog: pytest.LogCaptureFixture)
         raise KeyError("a bug")
 
     output = EncodingLine(encode, lambda _: 0.0).execute({1: EncodeRequest([Text("a")])})[1]
-    assert isinstance(output, KeyError)
-    assert "KeyError: 'a bug'" in caplog.text
+    assert isinstance(output, RuntimeError)
+    assert str(output) == "KeyError: 'a bug'"
+    assert "a request failed" in caplog.text
+    assert "Traceback" in caplog.text
 
 
 def test_of_large_requests_those_of_the_first_ones_owner_go_on_and_their_time_is_told() -> None:

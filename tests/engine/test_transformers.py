@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmring.engine.executors import create_executor
+from shmring.engine.executors import create_executor, preparing
 from shmring.engine.executors.interface import ContextLengthError, Executor, ExecutorOptions, StepInput, StepOutput
 from shmring.engine.protocol import (
     ChatMessage,
@@ -155,7 +155,7 @@ def nothing_is_kept(load: Callable[..., TransformersExecutor], request: pytest.F
     yield
     if "executor" in request.fixturenames:
         executor = request.getfixturevalue("executor")
-        assert (executor._answers, executor._preparing, executor._model.contexts.shelves) == ({}, {}, [])
+        assert (executor._answers, executor._preparing._jobs, executor._model.contexts.shelves) == ({}, {}, [])
 
 
 # -- the same answers as transformers -------------------------------------------------------------------------------------
@@ -1101,7 +1101,7 @@ def test_a_long_text_is_made_into_tokens_while_others_are_answered(
     expected = [tokens_of(answer(executor, request)) for request in (short, long)]
     count = GenerateRequest(long.messages, tokenize=True)
     [counted] = answer(executor, count)
-    monkeypatch.setattr(executor_module, "LONG_CHARACTERS", 100)
+    monkeypatch.setattr(preparing, "_LONG_CHARACTERS", 100)
     build = executor._prompts.build
 
     def build_short(request: GenerateRequest) -> Any:
@@ -1109,8 +1109,8 @@ def test_a_long_text_is_made_into_tokens_while_others_are_answered(
         return build(request)
 
     monkeypatch.setattr(executor._prompts, "build", build_short)
-    held = Held(executor._long_prompts.build)
-    monkeypatch.setattr(executor._long_prompts, "build", held)
+    held = Held(executor._prompts_of["texts"].build)
+    monkeypatch.setattr(executor._prompts_of["texts"], "build", held)
     executor.execute([StepInput(2, long), StepInput(3, count)])
     assert tokens_of(answer(executor, short)) == expected[0], "the others go on"
     outputs = executor.execute([StepInput(2, None), StepInput(3, None)])
@@ -1147,21 +1147,21 @@ def test_a_long_text_that_is_wrong_fails_alone_and_one_that_was_given_up_leaves_
     load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = load("llama")
-    monkeypatch.setattr(executor_module, "LONG_CHARACTERS", 100)
+    monkeypatch.setattr(preparing, "_LONG_CHARACTERS", 100)
     with pytest.raises(ContextLengthError):
         answer(executor, ask("word " * 3000))
     with pytest.raises(ContextLengthError):
         answer(executor, GenerateRequest(prompt=[1] * 100_000))
     with pytest.raises(ValueError, match="has no token 2147483647"):
         answer(executor, GenerateRequest(prompt=[1] * 150 + [2**31 - 1], tokenize=True))
-    held = Held(executor._long_prompts.build)
-    monkeypatch.setattr(executor._long_prompts, "build", held)
+    held = Held(executor._prompts_of["texts"].build)
+    monkeypatch.setattr(executor._prompts_of["texts"], "build", held)
     requests = {number: ask("Hello there, " * 8) for number in (1, 2)}
     executor.execute([StepInput(number, request) for number, request in requests.items()])
     for number in requests:
         executor.forget(number)
     held.go_on.set()
-    assert executor._preparing == {}
+    assert executor._preparing._jobs == {}
     assert len(answer(executor, ask("Hi", max_tokens=2, ignore_eos=True))) == 2
 
 
@@ -1169,7 +1169,7 @@ def test_a_step_makes_only_so_much_text_into_tokens(
     load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = load("llama")
-    monkeypatch.setattr(executor_module, "LONG_CHARACTERS", 100)
+    monkeypatch.setattr(preparing, "_LONG_CHARACTERS", 100)
     requests = {number: ask("a" * 60, max_tokens=2, ignore_eos=True) for number in range(4)}
     outputs = executor.execute([StepInput(number, request) for number, request in requests.items()])
     assert [output.keep_inputs for output in outputs] == [False, True, True, True]  # type: ignore[union-attr]

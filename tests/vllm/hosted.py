@@ -25,7 +25,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from bench.vllm.server import QUIET_ENVIRONMENT, model
-from shmring.engine.executors import ExecutorOptions, StepInput, callers_texts, grammars, vllm_requests
+from shmring.engine.executors import ExecutorOptions, StepInput, grammars, preparing, vllm_requests
 from shmring.engine.executors import vllm as vllm_module
 from shmring.engine.executors.vllm import VllmExecutor
 from shmring.engine.protocol import (
@@ -95,7 +95,7 @@ def embed_in_pieces(executor: VllmExecutor, run: Run) -> dict[str, Any]:
     """Many pictures in a request, beside one in another; and long texts beside short ones."""
     builder, ahead = executor._builder, 0
     made: list[list[str]] = []
-    build_input, most = builder.build_input, vllm_module._MOST_AHEAD
+    build_input, most, long = builder.build_input, vllm_module._MOST_AHEAD, preparing._LONG_CHARACTERS
 
     def note(item: Any) -> Any:
         nonlocal ahead
@@ -105,7 +105,7 @@ def embed_in_pieces(executor: VllmExecutor, run: Run) -> dict[str, Any]:
         return build_input(item)
 
     builder.build_input = note
-    vllm_module._MOST_AHEAD, vllm_module.LONG_CHARACTERS = 3, 400
+    vllm_module._MOST_AHEAD, preparing._LONG_CHARACTERS = 3, 400
     pixels = torch.from_numpy(picture(1).copy())
     many = EncodeRequest([Picture(pixels, key=f"many {number}") for number in range(12)])
     one = EncodeRequest([Picture(pixels, key="one")])
@@ -116,7 +116,7 @@ def embed_in_pieces(executor: VllmExecutor, run: Run) -> dict[str, Any]:
     mixed_texts, made[:] = list(made), []
     run.all([EncodeRequest([Text(f"many {number:02} {'x' * 90}") for number in range(40)]), EncodeRequest([Text("one")])])
     in_turn = [text for text, _ in made]
-    vllm_module._MOST_AHEAD, vllm_module.LONG_CHARACTERS = most, callers_texts.LONG_CHARACTERS
+    vllm_module._MOST_AHEAD, preparing._LONG_CHARACTERS = most, long
     builder.build_input = build_input
     return {
         "pictures": pictures,
@@ -279,11 +279,11 @@ def threads_of(executor: VllmExecutor, run: Any) -> dict[str, list[str]]:
 
     for name in names:
         setattr(builder, name, note(name))
-    vllm_module.LONG_CHARACTERS = 100
+    preparing._LONG_CHARACTERS, most = 100, preparing._LONG_CHARACTERS
     long = "A long text. " * 9
     tokenizing = GenerateRequest(prompt=long, tokenize=True)
     run(ask(TEXTS[0]), ask(long), ask(Picture(torch.from_numpy(picture(2).copy())), "Hi"), tokenizing)
-    vllm_module.LONG_CHARACTERS = callers_texts.LONG_CHARACTERS
+    preparing._LONG_CHARACTERS = most
     for name in names:
         setattr(builder, name, made[name])
     return {kind: sorted(set(some)) for kind, some in threads.items()}
