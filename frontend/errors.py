@@ -11,6 +11,7 @@ a field that is not implemented but changes an answer  400     unsupported_value
 a task that the model does not do                      400     unsupported_task
 ``ValueError`` or ``ValidationError`` of the executor  400     rejected_by_engine
 prompt and ``max_tokens`` longer than the model takes  400     context_length_exceeded
+an answer's form is too complex to be gone on with     400     form_too_complex
 no key, or a wrong one                                 401     invalid_api_key
 no such model; no such route                           404     model_not_found, not_found
 no such method                                         405     method_not_allowed
@@ -130,6 +131,8 @@ def api_error_of(error: Exception) -> ApiError:
             return ApiError(error.status_code, error.detail, code=code, headers=error.headers)
         case shmring.RemoteError(type_name="ContextLengthError"):
             return ApiError(400, error.message, code="context_length_exceeded")
+        case shmring.RemoteError(type_name="FormError"):
+            return ApiError(400, error.message, code="form_too_complex")
         case shmring.RemoteError(type_name="ValueError" | "ValidationError"):
             return ApiError(400, error.message, code="rejected_by_engine")
         case shmring.RemoteError(type_name="OperatorAbortError"):

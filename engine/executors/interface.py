@@ -24,6 +24,7 @@ __all__ = [
     "Executor",
     "ExecutorDeadError",
     "ExecutorOptions",
+    "FormError",
     "OverloadedError",
     "StepInput",
     "StepOutput",
@@ -69,6 +70,10 @@ class ContextLengthError(ValueError):
         if room < 1 or (max_tokens is not None and max_tokens > room):
             raise cls(prompt_tokens, max_tokens, max_model_len)
         return room if max_tokens is None else max_tokens
+
+
+class FormError(ValueError):
+    """An answer can't be gone on with, since it takes too long to say what of its form may be next."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

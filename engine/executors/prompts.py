@@ -32,7 +32,7 @@ import torch
 from shmring.core.loggers import logger_of
 from shmring.engine.executors.callers_texts import CallersTexts, find_variables, media_in_order, tool_fields
 from shmring.engine.executors.checkpoint import Checkpoint
-from shmring.engine.executors.grammars import Form, can_require_calls, form_of, form_of_calls
+from shmring.engine.executors.forms import Form, can_require_calls, form_of, form_of_calls
 from shmring.engine.executors.processed import GivenFeatures, check_features, find_processor
 from shmring.engine.executors.tool_calls import ResponseReader, find_response_template, readers_of
 from shmring.engine.protocol import (

@@ -153,6 +153,7 @@ class _Answer:
     Attributes:
         index: as given.
         context: what the model knows of it; set when its prompt is ready.
+        logits: of its next token, while its grammar does not know which ones may be next.
         request_id: whose it is; set then, too.
         sampler: chooses its tokens.
         grammar: as given.
@@ -186,6 +187,7 @@ class _Answer:
         self.sampler = Sampler(sampling, prompt, self._ends, index)
         self.grammar = grammar
         self._min_tokens = sampling.min_tokens
+        self.logits: torch.Tensor | None = None
         self._stops = StopTexts(sampling.stop)
         self._reader = reader
         self._detokenizer = Detokenizer(checkpoint.tokenizer, skip_special_tokens=reader is None)
@@ -196,11 +198,15 @@ class _Answer:
         self._unsent: list[int] = []
         self._unsent_logprobs: list[TokenLogprobs] = []
 
+    def is_ready(self) -> bool:
+        """Whether it is known which tokens may be next."""
+        return self.grammar is None or self.grammar.is_ready()
+
     def advance(self, choice: Choice) -> GenerateReply | None:
         """Goes on with a token that was chosen; returns what is new, if it can be let go yet.
 
         Raises:
-            ValueError: the grammar is too complex.
+            FormError: the grammar is too complex.
         """
         token = self.context.token = choice.token
         self._completion_tokens += 1
@@ -363,6 +369,8 @@ class TransformersExecutor:
         outputs.update(self._line.execute(to_encode))
         self.spent_s["embedding"] += time.perf_counter() - began
         for request_id, output in outputs.items():
+            if (grammars_s := self._grammars.take_seconds(request_id)) > 0:
+                self._taken[request_id] += grammars_s
             if isinstance(output, Exception) or output.finished:
                 self.forget(request_id)
         return [self._priced(part.request_id, outputs[part.request_id]) for part in batch]
@@ -409,7 +417,9 @@ class TransformersExecutor:
         try:
             grammars: Sequence[Grammar | None] = [None] * request.sampling.n
             if request.needs_form:
-                ready = self._grammars.ready(request_id, lambda: self._prompts.form_of(request), request.sampling.n)
+                ready = self._grammars.ready(
+                    request_id, lambda: self._prompts.form_of(request), request.sampling.n, request.owner
+                )
                 if ready is None:
                     outputs[request_id] = _WAITS
                     return
@@ -482,16 +492,19 @@ class TransformersExecutor:
             room: for how many answers of each request.
         """
         running = [request_id for request_id, output in outputs.items() if output is _GOES_ON and request_id in self._answers]
-        answers = [answer for request_id in running for answer in self._answers[request_id]]
+        written = [answer for request_id in running for answer in self._answers[request_id]]
+        chosen = [(answer, answer.logits) for answer in written if answer.logits is not None]
+        answers = [answer for answer in written if answer.logits is None]
         pieces = self._choose_pieces([answer for answer in answers if self._can_batch(answer)])
         passes = [list(pieces)] if pieces else []
         for answer in self._choose_lone([answer for answer in answers if not self._can_batch(answer)]):
             pieces[answer] = min(answer.context.unread, _PIECE_TOKENS) if self._model.flat else answer.context.unread
             passes.append([answer])
         replies: dict[int, list[GenerateReply]] = {request_id: [] for request_id in running}
-        chosen = [self._waiting.pop(request_id) for request_id in running if self._has_room(request_id, room)]
-        for answer, _ in chosen:
+        begun = [self._waiting.pop(request_id) for request_id in running if self._has_room(request_id, room)]
+        for answer, _ in begun:
             self._answers[answer.request_id].append(answer)
+        chosen += begun
         while passes:
             answers = passes.pop()
             is_together, tokens = self._can_batch(answers[0]), sum(pieces[answer] for answer in answers)
@@ -516,6 +529,9 @@ class TransformersExecutor:
             for answer in answers:
                 self._taken[answer.request_id] += token_s * pieces[answer]
             chosen += [(answer, row) for answer, row in zip(answers, logits, strict=True) if row is not None]
+        if chosen and not pieces and not any(answer.is_ready() for answer, _ in chosen):
+            self._grammars.wait(LOOKING_S)
+        chosen = self._those_ready(chosen)
         twins: list[tuple[_Answer, torch.Tensor]] = []
         for answer, row in chosen:
             try:
@@ -536,6 +552,17 @@ class TransformersExecutor:
                 first, others = next(iter(replies[request_id]), None), replies[request_id][1:]
                 finished = not self._answers[request_id] and request_id not in self._waiting
                 outputs[request_id] = StepOutput(first, finished=finished, others=others)
+
+    def _those_ready(self, chosen: Sequence[tuple[_Answer, torch.Tensor]]) -> list[tuple[_Answer, torch.Tensor]]:
+        """Returns the answers whose next token can be chosen. The others wait for their grammars, and keep their logits."""
+        ready = []
+        for answer, row in chosen:
+            if answer.is_ready():
+                answer.logits = None
+                ready.append((answer, row))
+            elif answer.logits is None:
+                answer.logits = row.clone()
+        return ready
 
     def _has_room(self, request_id: int, room: Mapping[int, int | None]) -> bool:
         """Whether an answer of a request waits, and need not any more."""

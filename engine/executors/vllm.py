@@ -29,7 +29,6 @@ import importlib
 import itertools
 import math
 import os
-import subprocess
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +41,7 @@ import torch
 from shmring.core.loggers import logger_of
 from shmring.engine.executors.callers_texts import count_characters
 from shmring.engine.executors.failures import report, shortened
-from shmring.engine.executors.grammars import form_of, try_form
+from shmring.engine.executors.forms import form_of
 from shmring.engine.executors.interface import (
     ExecutorDeadError,
     ExecutorOptions,
@@ -51,6 +50,7 @@ from shmring.engine.executors.interface import (
 )
 from shmring.engine.executors.preparing import MEDIA, Preparing, is_long, thread_for
 from shmring.engine.executors.tool_calls import Parts, ResponseReader
+from shmring.engine.executors.trials import FormTokens, Trial, Trials
 from shmring.engine.executors.vllm_requests import RequestBuilder, model_name
 from shmring.engine.protocol import (
     CAPABILITIES,
@@ -77,8 +77,6 @@ _PAUSE_S = 0.001  # after a step of which nothing came: vLLM may wait for a gram
 _PIECE_TEXTS = 8  # to be embedded, which are made into tokens in one go
 _TEXT_CHARACTERS = 64  # as which a text counts, beside its own: what else is done for it takes as long
 _MOST_AHEAD = 64  # inputs of a request that vLLM has: as many as its steps take together, or nearly so
-_KEPT_FORMS = 32  # that are known to compile
-_FORM_THREADS = 4  # a form that is tried for seconds keeps no other one waiting
 
 # What is said elsewhere: with --model, --mm-processor-kwargs, --data-parallel-size and --log-level.
 _SAID_ELSEWHERE = frozenset({"model", "mm_processor_kwargs", "data_parallel_size", "disable_log_stats"})
@@ -154,7 +152,7 @@ class _Request:
 
     inputs: int
     turn: int
-    trial: concurrent.futures.Future[None] | None = None
+    trial: Trial | None = None
     prompt_tokens: int = 0
     answers: list[_Answer] = dataclasses.field(default_factory=list)
     embeddings: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -204,13 +202,11 @@ class VllmExecutor:
         )
         self._pooling = importlib.import_module("vllm").PoolingParams(task="embed") if can["encode"] else None
         self._preparing = Preparing[_Prepared]()
-        self._forms = concurrent.futures.ThreadPoolExecutor(_FORM_THREADS, thread_name_prefix="shmring-grammars")
         # Those that wait until the media's thread has time.
         self._resets: collections.deque[concurrent.futures.Future[None]] = collections.deque()
         self._turns = itertools.count()
         self._requests: dict[int, _Request] = {}
-        self._trials: set[subprocess.Popen[bytes]] = set()
-        self._try_form = functools.lru_cache(_KEPT_FORMS)(functools.partial(try_form, trials=self._trials))
+        self._trials = Trials(FormTokens(self._builder.tokenizer))
 
     def describe(self) -> ModelDescription:
         """Says what it does."""
@@ -235,7 +231,7 @@ class VllmExecutor:
         if self._engine.has_unfinished_requests():
             outputs |= self._step()
         elif any(output is _WAITS for output in outputs.values()):
-            trials = [request.trial for request in self._requests.values() if request.trial is not None]
+            trials = [request.trial.future for request in self._requests.values() if request.trial is not None]
             self._preparing.wait(outputs, trials)
         return [outputs[part.request_id] for part in batch]
 
@@ -245,7 +241,7 @@ class VllmExecutor:
         if request is None:
             return
         if request.trial is not None:
-            request.trial.cancel()
+            self._trials.leave(request.trial)
         self._preparing.forget(request_id)
         self._engine.abort_request(request.names)
 
@@ -270,9 +266,7 @@ class VllmExecutor:
     def close(self) -> None:
         """Ends vLLM's workers, if it has any, and gives the memory of accelerators back; the rest goes with the process."""
         self._preparing.close()
-        self._forms.shutdown(wait=False, cancel_futures=True)
-        for trial in list(self._trials):
-            trial.kill()
+        self._trials.close()
         self._engine.model_executor.shutdown()
 
     # -- what comes ----------------------------------------------------------------------------------------------------
@@ -296,12 +290,14 @@ class VllmExecutor:
             request = _Request(len(payload.inputs) if isinstance(payload, EncodeRequest) else 1, next(self._turns))
             self._requests[part.request_id] = request
             if isinstance(payload, GenerateRequest) and (structure := payload.sampling.structured_outputs) is not None:
-                request.trial = self._forms.submit(self._try_form, form_of(structure))
-        if request.trial is not None:
-            if not request.trial.done():
+                request.trial = self._trials.enter(form_of(structure), payload.owner)
+        if (trial := request.trial) is not None:
+            if not trial.future.done():
                 return _WAITS
-            trial, request.trial = request.trial, None
-            trial.result()
+            if seconds := trial.take_seconds(payload.owner):
+                return msgspec.structs.replace(_WAITS, seconds=seconds)  # a request that fails in a step pays for nothing in it
+            request.trial = None
+            self._trials.look(trial)
         while len(request.names) < request.inputs:
             if part.request_id not in self._preparing and not self._begin_piece(part.request_id, request, payload):
                 return _WAITS

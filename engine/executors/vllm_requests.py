@@ -61,34 +61,35 @@ class RequestBuilder:
         input: the inputs that can be asked about.
         has_template: whether conversations can be laid out.
         has_tools: whether they can have tools.
+        tokenizer: of transformers.
     """
 
     def __init__(self, name: str, engine: Any, mm_processor_kwargs: Mapping[str, Any]) -> None:
         self._name = name
         self._renderer = engine.renderer
         self._config = engine.model_config
-        self._tokenizer = self._renderer.get_tokenizer()
-        if not hasattr(self._tokenizer, "added_tokens_decoder") or self._config.is_encoder_decoder:
+        self.tokenizer = self._renderer.get_tokenizer()
+        if not hasattr(self.tokenizer, "added_tokens_decoder") or self._config.is_encoder_decoder:
             raise ValueError(f"the model {name!r} is none that goes on from a prompt, with a tokenizer of transformers")
         self._vocabulary_size = int(self._config.get_vocab_size())
         self._max_num_seqs = int(engine.vllm_config.scheduler_config.max_num_seqs)
         self._vllm = importlib.import_module("vllm")
         self._chat_params = importlib.import_module("vllm.renderers").ChatParams
         renderers = importlib.import_module("vllm.renderers.hf")
-        template = renderers.resolve_chat_template(self._tokenizer, None, None, model_config=self._config)
+        template = renderers.resolve_chat_template(self.tokenizer, None, None, model_config=self._config)
         self.has_template = template is not None
         model = SimpleNamespace(config=self._config.hf_config)
-        self._response_template = find_response_template(self._tokenizer, model) if "tools" in str(template) else None
+        self._response_template = find_response_template(self.tokenizer, model) if "tools" in str(template) else None
         self.has_tools = self._response_template is not None
         self._texts = CallersTexts(
             name,
-            self._tokenizer,
+            self.tokenizer,
             self._vocabulary_size,
             self._config.max_model_len,
             sanitizes=False,
             has_template=self.has_template,
             has_tools=self.has_tools,
-            variables=find_variables(template, self._tokenizer),
+            variables=find_variables(template, self.tokenizer),
         )
         self.input = self._describe_input(mm_processor_kwargs)
 
@@ -126,7 +127,7 @@ class RequestBuilder:
 
     def readers_of(self, request: GenerateRequest, prompt_token_ids: Sequence[int]) -> list[ResponseReader | None]:
         """Returns what reads each answer to a request with tools; None: its text is given out as it is."""
-        return readers_of(request, self._response_template, self._tokenizer, prompt_token_ids)
+        return readers_of(request, self._response_template, self.tokenizer, prompt_token_ids)
 
     def build_input(self, item: Text | Medium) -> dict[str, Any]:
         """Makes a prompt of something that is to be embedded.

@@ -7,7 +7,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
-from shmring.engine.executors.interface import ExecutorOptions, OverloadedError, StepInput
+from shmring.engine.executors.interface import ExecutorOptions, FormError, StepInput
 from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputsParams, TextPart
 from tests.stepping import answer, run
 from tests.tables import for_each
@@ -23,8 +22,9 @@ from tests.tables import for_each
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 
-from shmring.engine.executors import grammars  # noqa: E402 - after the skip
-from shmring.engine.executors.grammars import Grammars, form_of  # noqa: E402
+from shmring.engine.executors import grammars, trials  # noqa: E402 - after the skip
+from shmring.engine.executors.forms import form_of  # noqa: E402
+from shmring.engine.executors.grammars import Grammar, Grammars  # noqa: E402
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
 
 SCHEMA = {
@@ -44,14 +44,35 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def executor(tiny_model: Callable[..., Path]) -> TransformersExecutor:
-    return TransformersExecutor(ExecutorOptions(model=str(tiny_model("llama"))))
+def executor(tiny_model: Callable[..., Path]) -> Iterator[TransformersExecutor]:
+    made = TransformersExecutor(ExecutorOptions(model=str(tiny_model("llama"))))
+    yield made
+    made.close()
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(executor: TransformersExecutor) -> Iterator[None]:
     yield
-    assert (executor._answers, executor._grammars._awaited, executor._model.contexts.shelves) == ({}, {}, [])
+    forms = executor._grammars
+    assert (forms._tried, forms._compiled, forms._given, forms._seconds) == ({}, {}, {}, {})
+    assert (executor._answers, executor._model.contexts.shelves) == ({}, [])
+
+
+def ready(forms: Grammars, request_id: int, form: grammars.Form, count: int = 1, owner: str = "") -> list[Grammar]:
+    """Waits for a form."""
+    while (found := forms.ready(request_id, lambda: form, count, owner)) is None:
+        forms.wait(1)
+    return found
+
+
+def take(grammar: Grammar, forms: Grammars, tokens: list[int]) -> None:
+    for token in tokens:
+        while not grammar.is_ready():
+            forms.wait(1)
+        scores = np.zeros(len(forms._tokens._tokenizer), np.float32)
+        grammar.restrict(scores)
+        assert np.isfinite(scores[token])
+        grammar.take(token)
 
 
 def ask(text: str = "Hi", structure: StructuredOutputsParams | None = None, **sampling: Any) -> GenerateRequest:
@@ -124,20 +145,20 @@ def test_several_answers_have_the_form_each(executor: TransformersExecutor) -> N
     assert len(set(texts)) > 1
 
 
-def test_answers_of_a_form_do_not_use_up_each_others_states(executor: TransformersExecutor) -> None:
+def test_answers_of_a_form_do_not_use_up_each_others_states(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each has a matcher of its own, although copies of one would be had for less."""
-    properties = {name: {"type": "string", "maxLength": 4000} for name in "abcd"}
+    monkeypatch.setattr(grammars, "_LIMITS", grammars._LIMITS | {"max_lexer_states": 1000})
+    monkeypatch.setattr(grammars, "_FEWEST_TOKENS", 10_000)
+    properties = {name: {"type": "string", "maxLength": ord(name) * 10} for name in "ab"}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     form = form_of(StructuredOutputsParams(json=json.dumps(schema)))
     forms = Grammars(executor._checkpoint)
-    tokenizer = executor._checkpoint.tokenizer
-    for turn, long in enumerate("abcd" * 2):
-        while (ready := forms.ready(turn, lambda: form, 2)) is None:
-            forms.wait(1)
-        text = json.dumps({name: "x" * (3600 if name == long else 1) for name in "abcd"})
-        for grammar in ready:
-            for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
-                grammar.take(token)
+    for grammar, long in zip(ready(forms, 1, form, 2), "ab", strict=True):  # together, they need 1400
+        text = json.dumps({name: "x" * (80 if name == long else 1) for name in "ab"})
+        take(grammar, forms, executor._checkpoint.tokenizer(text, add_special_tokens=False)["input_ids"])
+    forms.close()
 
 
 # -- forms that cost too much, or are none --------------------------------------------------------------------------------
@@ -189,7 +210,8 @@ for _ in range(150):
 def test_what_can_not_be_compiled_is_the_callers_fault(
     executor: TransformersExecutor, structure: StructuredOutputsParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "_MAX_SECONDS", 1)  # of the processor: some take what they may
+    monkeypatch.setattr(trials, "_MAX_SECONDS", 1)  # of the processor: some take what they may
+    executor._grammars._trials._process._end()  # which was told another number
     for _ in range(2):  # and again, from what is kept
         with pytest.raises(ValueError, match="form of the answer") as caught:
             answer(executor, ask(structure=structure))
@@ -203,130 +225,107 @@ def test_a_form_that_takes_too_long_is_given_up_and_nobody_waits_for_it(executor
     assert second.finished  # type: ignore[union-attr]
     formed = ask(structure=StructuredOutputsParams(choice=["quick"]))
     assert told(executor, formed) == ("quick", "stop")
-    assert 8 in executor._grammars._awaited, "it is still being tried"
+    assert 8 in executor._grammars._tried, "it is still being tried"
     outcome: Any = None
     while not isinstance(outcome, Exception):
         (outcome,) = executor.execute([StepInput(8, hostile)])
     assert "form of the answer" in str(outcome)  # it takes more than 2 s of a processor; a busy machine does not give it these
 
 
-class DoneAMomentLater(Future[Any]):
-    """A trial that ends between two looks at it."""
-
-    looks = 0
-
-    def done(self) -> bool:
-        self.looks += 1
-        return super().done() and self.looks > 1
-
-
-def test_a_trial_may_end_while_it_is_looked_at(executor: TransformersExecutor) -> None:
-    tried = DoneAMomentLater()
-    tried.set_result(None)
-    form = grammars.form_of(StructuredOutputsParams(choice=["quick"]))
-    executor._grammars._awaited[8] = form, tried
-    while (found := executor._grammars.ready(8, lambda: form)) is None:
-        executor._grammars.wait(1.0)
-    assert len(found) == 1
-
-
-def test_a_form_that_nobody_waits_for_is_not_compiled(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-    tried: list[str] = []
-
-    def wait(form: grammars.Form, _: object) -> None:
-        tried.append(form[1])
-        go_on.wait(60)
-
-    monkeypatch.setattr(grammars, "try_form", wait)
-    forms = Grammars(executor._checkpoint)
-    for number in range(20):
-        assert forms.ready(number, lambda number=number: ("regex", f"a{number}")) is None
-    forms.ready(30, lambda: ("regex", "a19"))
-    for number in range(20):
-        forms.forget(number)
-    go_on.set()
-    while forms.ready(30, lambda: ("regex", "a19")) is None:
-        forms.wait(1)
-    assert len(tried) <= grammars._THREADS + 1
-    assert not forms._awaited
-
-
-def test_closing_ends_what_is_being_tried(executor: TransformersExecutor) -> None:
-    forms = Grammars(executor._checkpoint)
-    for number in range(6):
-        wide = json.dumps(WIDE | {"title": str(number)})
-        assert forms.ready(number, lambda wide=wide: ("json", wide)) is None
-    while not forms._trials:
-        forms.wait(0.01)
-    trials = list(forms._trials)
-    forms.close()
-    for trial in trials:
-        trial.wait(60)
-    forms._threads.shutdown(wait=True)
-    assert {trial.returncode for trial in trials} == {-9}
-    assert not forms._trials
-
-
-def test_so_many_forms_are_kept(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "try_form", lambda *_: None)
-    monkeypatch.setattr(grammars, "_KEPT", 3)
-    forms = Grammars(executor._checkpoint)
-    for number in (1, 2, 3, 1, 4, 5):
-        form = "regex", f"a{number}"
-        while forms.ready(number, lambda form=form: form) is None:
-            forms.wait(1)
-    assert [text for _, text in forms._kept] == ["a1", "a4", "a5"]
-
-
-def test_more_forms_may_be_waited_for_than_are_kept(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "try_form", lambda *_: None)
-    monkeypatch.setattr(grammars, "_KEPT", 2)
-    forms = Grammars(executor._checkpoint)
-    waiting = set(range(9))
-    while waiting:
-        waiting -= {number for number in waiting if forms.ready(number, lambda number=number: ("regex", f"a{number}"))}
-        forms.wait(1)
-    assert (len(forms._kept), forms._awaited) == (2, {})
-
-
-@for_each(("error", "raised"), [(OverloadedError("busy"), OverloadedError), (OSError("no process"), RuntimeError)])
-def test_what_may_succeed_another_time_is_tried_again(
-    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception]
+def test_what_is_tried_and_compiled_for_others_keeps_no_known_form_waiting(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    forms, known = Grammars(executor._checkpoint), ("regex", "a+")
+    ready(forms, 0, known, owner="quick")
+    go_on = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(trials._TrialProcess, "run", lambda *_: go_on.wait(60) and ("", 0.0))
+        for number in range(1, 17):
+            assert forms.ready(number, lambda number=number: ("regex", f"b{number}"), owner=f"slow {number}") is None
+        assert len(ready(forms, 20, known, owner="quick")) == 1
+        go_on.set()
+        for number in range(1, 17):
+            assert ready(forms, number, ("regex", f"b{number}"), owner=f"slow {number}")
+    forms.close()
+
+
+def test_an_answer_waits_alone_for_its_next_tokens(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    formed = {1: ask(structure=StructuredOutputsParams(json=json.dumps(SCHEMA)), temperature=0)}
+    expected = run(executor, formed)[1]
+    go_on, began = threading.Event(), threading.Event()
+    find = Grammar._find_next
+
+    def find_slowly(grammar: Grammar) -> tuple[None, float]:
+        began.set()
+        assert go_on.wait(20)
+        return find(grammar)
+
+    monkeypatch.setattr(Grammar, "_find_next", find_slowly)
+    replies = []
+    while not began.is_set():
+        [output] = executor.execute([StepInput(1, formed[1])])
+        replies += [output.reply]  # type: ignore[union-attr]
+    chat = ask("Hello", temperature=0, max_tokens=40, ignore_eos=True)
+    executor.execute([StepInput(1, None), StepInput(2, chat)])
+    for _ in range(38):
+        [waiting, written] = executor.execute([StepInput(1, None), StepInput(2, None)])
+        assert waiting.reply is None  # type: ignore[union-attr]
+        assert not written.finished  # type: ignore[union-attr]
+    assert executor.execute([StepInput(1, None), StepInput(2, None)])[1].finished  # type: ignore[union-attr]
+    go_on.set()
+    while not output.finished:  # type: ignore[union-attr]
+        [output] = executor.execute([StepInput(1, None)])
+        replies += [output.reply]  # type: ignore[union-attr]
+    tokens = [token for reply in replies if reply is not None for token in reply.token_ids]  # type: ignore[union-attr]
+    assert tokens == [token for reply in expected for token in reply.token_ids]  # type: ignore[union-attr]
+
+
+def test_a_form_is_paid_for_by_the_request_that_has_it_tried(executor: TransformersExecutor) -> None:
+    form = form_of(StructuredOutputsParams(regex="(a|b){3}(c|d){3}"))
+    paid = {1: 0.0, 2: 0.0, 3: 0.0}
+    owners = {1: "first", 2: "second", 3: "first"}
     forms = Grammars(executor._checkpoint)
-
-    def fail(*_: object) -> None:
-        raise error
-
-    def ready() -> Any:
-        while (grammar := forms.ready(1, lambda: ("regex", "a+"))) is None:
-            forms.wait(1)
-        return grammar
-
-    with monkeypatch.context() as patch:
-        patch.setattr(grammars, "try_form", fail)
-        with pytest.raises(raised, match=str(error)):
-            ready()
-    monkeypatch.setattr(grammars, "try_form", lambda *_: None)
-    assert ready() is not None
-
-
-def test_a_form_that_has_no_turn_may_be_sent_again(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    structure = StructuredOutputsParams(choice=["red", "busy"])
-    with monkeypatch.context() as patch:
-        patch.setattr(grammars, "_TIMEOUT_S", 0.0)
-        with pytest.raises(OverloadedError, match="was not compiled within 0 s; try again later"):
-            answer(executor, ask(structure=structure))
-    assert told(executor, ask(structure=structure))[0] in structure.choice
+    for request_id, owner in owners.items():
+        forms.ready(request_id, lambda: form, owner=owner)
+    trial, _ = forms._tried[2][1], forms.wait(60)
+    tried_s = trial.seconds
+    assert 0 < tried_s < 2
+    for request_id in (2, 1, 3):
+        assert forms.ready(request_id, lambda: form, owner=owners[request_id]) is None
+        paid[request_id] = forms.take_seconds(request_id)
+    assert paid == {1: tried_s, 2: 0.0, 3: 0.0}
+    [grammar] = ready(forms, 1, form, owner="first")
+    compiled_s = forms.take_seconds(1)
+    assert 0 < compiled_s < 2
+    grammar.take(executor._checkpoint.tokenizer.convert_tokens_to_ids("a"))
+    grammar.future.result(60)
+    assert 0 < forms.take_seconds(1) < 2
+    assert forms.take_seconds(1) == 0
+    forms.close()
 
 
-def test_a_failure_is_kept_without_its_frames(executor: TransformersExecutor) -> None:
-    with pytest.raises(ValueError, match="form of the answer") as caught:
-        answer(executor, ask(structure=StructuredOutputsParams(regex="((")))
-    [kept] = [future for form, future in executor._grammars._kept.items() if form == ("regex", "((")]
-    assert isinstance(kept, Future)
-    assert kept.exception() is not caught.value
+def test_a_request_that_fails_has_paid_for_its_trial(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials._TrialProcess, "run", lambda *_: ("too much", 1000.0))
+    hostile, paid_s = ask(structure=StructuredOutputsParams(regex="dear")), 0.0
+    while not isinstance(output := executor.execute([StepInput(1, hostile)])[0], Exception):
+        paid_s += output.seconds
+    assert isinstance(output, ValueError)
+    assert paid_s >= 1000
+
+
+def test_a_lexer_that_is_used_up_is_made_anew(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_LIMITS", grammars._LIMITS | {"max_lexer_states": 1500})
+    forms = Grammars(executor._checkpoint)
+    [grammar] = ready(forms, 1, ("regex", r"(\w+ ){0,300}\w+\."))
+    first = grammar._matcher
+    take(grammar, forms, executor._checkpoint.tokenizer("The cat sits on the chair and looks " * 12 + "out.")["input_ids"])
+    assert grammar.complete
+    assert grammar._matcher is not first
+    monkeypatch.setattr(grammars, "_FEWEST_TOKENS", 10_000)
+    [grammar] = ready(forms, 2, ("regex", r"(\w+ ){0,300}\w+\."))
+    with pytest.raises(FormError, match="too complex"):
+        take(grammar, forms, executor._checkpoint.tokenizer("The cat sits on the chair and looks " * 12 + "out.")["input_ids"])
+    forms.close()
 
 
 @for_each("lacking", ["library", "tokenizer"])
@@ -350,12 +349,11 @@ def test_min_tokens_can_not_be_asked_for_beside(executor: TransformersExecutor) 
 def test_scores_beyond_the_tokenizers_tokens_are_left_out(executor: TransformersExecutor) -> None:
     forms = Grammars(executor._checkpoint)
     form = form_of(StructuredOutputsParams(choice=["a"]))
-    while (ready := forms.ready(1, lambda: form)) is None:
-        forms.wait(1)
-    [grammar] = ready
+    [grammar] = ready(forms, 1, form)
     size = len(executor._checkpoint.tokenizer)
     token = executor._checkpoint.tokenizer.convert_tokens_to_ids("a")
     for count in (size + 100, size - 2):
         scores = np.zeros(count, np.float32)
         grammar.restrict(scores)
         assert np.flatnonzero(np.isfinite(scores)).tolist() == [token]
+    forms.close()

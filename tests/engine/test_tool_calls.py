@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +162,10 @@ def with_tools(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(scope="module")
-def executor(with_tools: Path) -> TransformersExecutor:
-    return TransformersExecutor(ExecutorOptions(model=str(with_tools)))
+def executor(with_tools: Path) -> Iterator[TransformersExecutor]:
+    made = TransformersExecutor(ExecutorOptions(model=str(with_tools)))
+    yield made
+    made.close()
 
 
 def conversation(*messages: ChatMessage, **fields: Any) -> GenerateRequest:
@@ -421,3 +423,4 @@ def test_marks_that_are_control_tokens_are_written_as_such(with_tools: Path, tmp
     replies = answer(executor, request)
     assert replies[0].token_ids[0] == tokenizer.convert_tokens_to_ids("<|pad|>")
     assert [call.name for reply in replies for call in reply.tool_calls] == ["weather"]
+    executor.close()

@@ -25,7 +25,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from bench.vllm.server import QUIET_ENVIRONMENT, model
-from shmring.engine.executors import ExecutorOptions, StepInput, grammars, preparing, vllm_requests
+from shmring.engine.executors import ExecutorOptions, StepInput, preparing, trials, vllm_requests
 from shmring.engine.executors import vllm as vllm_module
 from shmring.engine.executors.vllm import VllmExecutor
 from shmring.engine.protocol import (
@@ -201,9 +201,9 @@ def look(executor: VllmExecutor) -> dict[str, Any]:
         {"structured_outputs": StructuredOutputsParams(json='{"type": "nothing"')},
     ]
     seen["threads"] = threads_of(executor, run)
-    grammars._TIMEOUT_S, timeout_s = 0.0, grammars._TIMEOUT_S
+    trials._TIMEOUT_S, timeout_s = 0.0, trials._TIMEOUT_S
     seen["busy"] = type(run(ask(TEXTS[0], structured_outputs=StructuredOutputsParams(regex="busy")))[0]).__name__
-    grammars._TIMEOUT_S = timeout_s
+    trials._TIMEOUT_S = timeout_s
     seen["odd"] = {repr(each): type(run(ask(TEXTS[0], **each))[0]).__name__ for each in odd}
     run(ask(TEXTS[0], seed=-(2**70), top_k=2**40, repetition_penalty=1e300, temperature=1.0))
     seen["unfinished"] = executor._engine.get_num_unfinished_requests()

@@ -1,0 +1,121 @@
+"""The forms that answers can be asked to have: JSON of a schema, a pattern, one of some texts, calls of tools.
+
+A form is a key: requests of the same form share what is known of it. It becomes a grammar of llguidance, a library in Rust,
+which makes grammars and follows them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shmring.engine.protocol import MAX_CHOICES, MAX_FORM_CHARACTERS, StructuredOutputsParams
+
+__all__ = ["Form", "can_require_calls", "form_of", "form_of_calls", "quoted", "write_grammar"]
+
+#: What an answer must be: its kind, and what says more.
+Form = tuple[str, str]
+
+_MAX_CALLS = 16  # of tools in an answer that must call one
+
+# A model that does not know how to go on writes white space without end, which JSON allows.
+_JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,64}"}
+
+
+def form_of(structure: StructuredOutputsParams) -> Form:
+    """Returns what an answer must be.
+
+    Raises:
+        ValueError: it says nothing, or too much.
+    """
+    if structure.json is not None:
+        form = "json", structure.json
+    elif structure.json_object:
+        form = "json", '{"type": "object"}'
+    elif structure.regex is not None:
+        form = "regex", structure.regex
+    elif structure.choice:
+        if len(structure.choice) > MAX_CHOICES:
+            raise ValueError(f"the form of the answer has {len(structure.choice)} choices, at most {MAX_CHOICES} are taken")
+        form = "choice", f"start: {' | '.join(map(quoted, structure.choice))}"
+    else:
+        raise ValueError("the form of the answer is empty: it has no json, json_object, regex or choice")
+    return _checked(form)
+
+
+def form_of_calls(template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Form:
+    """Returns the form of an answer that calls tools and does nothing else.
+
+    Args:
+        template: how the model writes, as transformers says it.
+        tools: that it may call.
+        parallel: whether there may be several calls.
+
+    Raises:
+        ValueError: they are too many or too long.
+    """
+    marks = _read_marks(template)
+    assert marks is not None, "can_require_calls says so"
+    calls = []
+    for tool in tools:
+        function = tool["function"]
+        before = f'{{"name": {quoted(function["name"])}, "arguments": '
+        schema = (function.get("parameters") or {}) | {"type": "object", "x-guidance": _JSON_OPTIONS}
+        calls.append(f'{quoted(before)} %json {json.dumps(schema, ensure_ascii=False)} "}}"')
+    more = f"(BREAK? call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
+    lines = [f"start: call {more}", f"call: opening BREAK? ({' | '.join(calls)}) BREAK? closing", 'BREAK: "\\n"']
+    return _checked(("calls", json.dumps([*marks, "\n".join(lines)])))
+
+
+def can_require_calls(template: Mapping[str, Any] | None) -> bool:
+    """Whether a model's calls have a form that is known here: a JSON object with name and arguments, between two marks."""
+    return template is not None and _read_marks(template) is not None
+
+
+def write_grammar(form: Form, write_mark: Callable[[str], str]) -> str:
+    """Returns a form as a grammar.
+
+    Args:
+        form: which.
+        write_mark: writes the marks of calls: those who know a model's tokens write these.
+    """
+    kind, text = form
+    matcher = importlib.import_module("llguidance").LLMatcher
+    if kind == "json":
+        grammar: str = matcher.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
+    elif kind == "regex":
+        grammar = matcher.grammar_from_regex(text)
+    elif kind == "choice":
+        grammar = matcher.grammar_from_lark(text)
+    else:
+        opening, closing, lark = json.loads(text)
+        marks = [f"opening: {write_mark(opening)}", f"closing: {write_mark(closing)}"]
+        grammar = matcher.grammar_from_lark("\n".join(["%llguidance {}", lark, *marks]))
+    return grammar
+
+
+def _checked(form: Form) -> Form:
+    if len(form[1]) > MAX_FORM_CHARACTERS:
+        raise ValueError(f"the form of the answer has {len(form[1])} characters, at most {MAX_FORM_CHARACTERS} are taken")
+    return form
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _read_marks(template: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns what stands before and after a call; None if it is not JSON in the usual form."""
+    field = template["fields"]["tool_calls"]
+    opening, closing = field.get("open"), field.get("close")
+    pattern = field.get("open_pattern", "").removeprefix(r"\s*")
+    literal = pattern.replace("\\", "")
+    if literal and re.escape(literal) == pattern:
+        opening = literal
+    is_usual = field.get("transform") == {"type": "function", "function": "{content}"} and not field.get("content_args")
+    if field.get("content") != "json" or not is_usual or field.get("transform_each"):
+        return None
+    return (opening, closing) if isinstance(opening, str) and isinstance(closing, str) else None

@@ -1,0 +1,323 @@
+"""Trials of forms: each new form is tried in a process, before an answer begins with it.
+
+The process (:mod:`shmring.engine.trial_process`) has the model's tokens and does what an answer will do. The kernel ends it
+when it has used its seconds or its memory. What came of a trial is kept, whatever it was, unless another time it may be
+different.
+
+Some trials go on at the same time, one for each owner at most (:mod:`.shared_threads`). Each takes a thread, which waits.
+
+Invariant: nobody but the request that needs a form waits for its trial.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import hashlib
+import importlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection
+from concurrent.futures import Future
+from typing import Any
+
+from shmring.engine.executors.forms import Form, quoted, write_grammar
+from shmring.engine.executors.interface import OverloadedError
+from shmring.engine.executors.shared_threads import SharedThreads
+from shmring.engine.trial_process import MAX_MESSAGE_NBYTES
+from shmring.processes.process import Process
+
+__all__ = ["TRIAL_LIMITS", "FormTokens", "Trial", "Trials", "first_line", "refused"]
+
+_KEPT = 4096  # forms, by a hash: callers with new ones must not soon push out those of others
+_AT_A_TIME = 4  # a trial that takes seconds keeps no other one waiting
+_MAX_ERROR_CHARACTERS = 300
+
+# Seconds of a processor and bytes that a trial may take: that of a form of use takes a hundredth. On a busy machine it may be
+# waited for longer.
+_MAX_SECONDS = 2
+_MAX_NBYTES = 512 << 20
+_TIMEOUT_S = 30.0
+_ATTEMPTS = 2  # a trial whose process somebody else ended is done once more
+
+#: What llguidance may do for a form, and for each token of an answer, in its own units: up to ten milliseconds. A lexer's
+#: states take 1 to 2 KB each.
+TRIAL_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "max_grammar_size": 100_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "verbose_errors": False,
+}
+
+
+class FormTokens:
+    """A model's tokens as llguidance has them, for answers here and for trials there.
+
+    Args:
+        tokenizer: of transformers.
+        ends: tokens that end any answer; none: the one that the tokenizer names.
+
+    Attributes:
+        ends: the tokens that do.
+    """
+
+    def __init__(self, tokenizer: Any, ends: Collection[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self.ends = sorted(ends) or [end for end in [tokenizer.eos_token_id] if end is not None]
+        self._tokens: Any = None
+        self._lock = threading.Lock()  # for the above
+
+    def missing(self) -> str | None:
+        """What an answer can't have a form without; None: nothing."""
+        try:
+            importlib.import_module("llguidance")
+        except ImportError:
+            return "response_format, structured_outputs and a required call need llguidance, which is not installed"
+        if getattr(self._tokenizer, "backend_tokenizer", None) is None:
+            return "response_format, structured_outputs and a required call need a tokenizer of the library tokenizers"
+        return None
+
+    def get(self) -> Any:
+        """Returns llguidance's tokenizer: the first time, that is a second's work."""
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = importlib.import_module("llguidance").LLTokenizer(self.text(), eos_token=self.ends or None)
+            return self._tokens
+
+    def text(self) -> str:
+        """Returns what llguidance's tokenizer is made of."""
+        backend = copy.copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        text: str = backend.to_str()
+        return text
+
+    def write_mark(self, text: str) -> str:
+        """Returns a mark as a grammar has it: a control token is no text."""
+        token = self._tokenizer.get_vocab().get(text)
+        return f"<[{token}]>" if token is not None and self.get().is_special_token(token) else quoted(text)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Trial:
+    """A trial of a form.
+
+    Attributes:
+        owner: for whom it was begun.
+        key: of the form.
+        future: why the form can't be; empty: it can.
+        waiting: requests that wait for it.
+        seconds: of a processor that it took, until somebody pays for them.
+    """
+
+    owner: str
+    key: bytes
+    future: Future[str] = dataclasses.field(default_factory=Future)
+    waiting: int = 0
+    seconds: float = 0.0
+
+    def take_seconds(self, owner: str) -> float:
+        """Returns what an owner has to pay for, once."""
+        seconds = self.seconds if owner == self.owner else 0.0
+        self.seconds -= seconds
+        return seconds
+
+
+class Trials:
+    """Tries forms, and keeps what came of that.
+
+    All methods are called from one thread.
+
+    Args:
+        tokens: the model's.
+    """
+
+    def __init__(self, tokens: FormTokens) -> None:
+        self._tokens = tokens
+        self._threads = SharedThreads(_AT_A_TIME, "shmring-trials")
+        self._kept: OrderedDict[bytes, Trial] = OrderedDict()
+        self._process = _TrialProcess(tokens)
+
+    def enter(self, form: Form, owner: str) -> Trial:
+        """Has a form tried, unless it is known; the caller waits for the trial's future, and leaves it or looks at it.
+
+        Raises:
+            ValueError: what is needed for forms is missing.
+        """
+        if (missing := self._tokens.missing()) is not None:
+            raise ValueError(missing)
+        key = hashlib.sha256("\0".join(form).encode(errors="surrogatepass")).digest()
+        trial = self._kept.get(key)
+        if trial is None:
+            trial = self._kept[key] = Trial(owner, key)
+            trial.future = self._threads.submit(owner, functools.partial(self._try, trial, form))
+        trial.waiting += 1
+        self._kept.move_to_end(key)
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return trial
+
+    def leave(self, trial: Trial) -> None:
+        """A request waits no longer; a form that nobody waits for is not tried any more, if that has not begun."""
+        trial.waiting -= 1
+        if not trial.waiting and trial.future.cancel():
+            self._drop(trial)
+
+    def look(self, trial: Trial) -> None:
+        """Looks at a trial that has ended, and leaves it.
+
+        Raises:
+            ValueError: the form can't be.
+            OverloadedError: it had no turn on a busy machine.
+            RuntimeError: it can't be tried.
+        """
+        trial.waiting -= 1
+        error = trial.future.exception()
+        if error is None:
+            if fault := trial.future.result():
+                raise refused(fault)
+            return
+        self._drop(trial)  # another time it may succeed
+        # Not raised itself: the frames of this step would be with it.
+        raise OverloadedError(str(error)) if isinstance(error, OverloadedError) else RuntimeError(str(error))
+
+    def close(self) -> None:
+        """Ends what is being tried; nothing can be tried any more."""
+        self._threads.close()
+        self._process.close()
+
+    def _drop(self, trial: Trial) -> None:
+        if self._kept.get(trial.key) is trial:
+            del self._kept[trial.key]
+
+    def _try(self, trial: Trial, form: Form) -> tuple[str, float]:
+        try:
+            grammar = write_grammar(form, self._tokens.write_mark)
+        except ValueError as error:
+            return first_line(error), 0.0
+        fault, trial.seconds = self._process.run(grammar)
+        return fault, trial.seconds
+
+
+class _TrialProcess:
+    """The process that forks trials; started when it is first needed, and again if it has ended."""
+
+    def __init__(self, tokens: FormTokens) -> None:
+        self._tokens = tokens
+        self._lock = threading.Lock()  # for what follows
+        self._process: Process | None = None
+        self._control: socket.socket | None = None
+        self._closed = False
+
+    def run(self, grammar: str) -> tuple[str, float]:
+        """Tries a form; returns why it can't be, or nothing, and how many seconds that took.
+
+        Raises:
+            OverloadedError: it has had no turn on a busy machine.
+            RuntimeError: there can be no such process.
+        """
+        spent_s = 0.0
+        for _ in range(_ATTEMPTS):
+            text, code, seconds = self._run_once(grammar)
+            spent_s += seconds
+            if code == 0:
+                return first_line(text), spent_s
+            if code is not None and code > 0:
+                raise RuntimeError(f"forms can't be tried: {text[-_MAX_ERROR_CHARACTERS:]}")
+            if code is not None and code != -signal.SIGKILL:  # of its limits, or of what its libraries met there
+                return f"it takes more than {_MAX_SECONDS} s or {_MAX_NBYTES >> 20} MiB", spent_s
+        raise RuntimeError("forms can't be tried: something ends the processes that do it")
+
+    def close(self) -> None:
+        """Ends the process, and its trials with it."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def _run_once(self, grammar: str) -> tuple[str, int | None, float]:
+        """Returns what a trial said, how its process ended, and its seconds. None: the process that had forked it ended."""
+        deadline_s = time.monotonic() + _TIMEOUT_S
+        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        text = ""
+        with connection:
+            with theirs, _memory_file(grammar) as file:
+                try:
+                    self._send(theirs, file)
+                except ConnectionError:
+                    return text, None, 0.0
+            try:
+                while True:
+                    connection.settimeout(max(0.001, deadline_s - time.monotonic()))
+                    message = connection.recv(MAX_MESSAGE_NBYTES)
+                    if not message:
+                        return text, None, 0.0
+                    if message.startswith(b"\0"):
+                        code, seconds = json.loads(message[1:])
+                        return text, code, seconds
+                    text = message.decode(errors="replace")
+            except ConnectionError:
+                return text, None, 0.0
+            except TimeoutError:
+                text = f"the form of the answer was not compiled within {_TIMEOUT_S:g} s; try again later"
+                raise OverloadedError(text) from None
+
+    def _send(self, connection: socket.socket, grammar: io.FileIO) -> None:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("forms can't be tried: the executor is closed")
+            if self._process is None or not self._process.lives:
+                self._end()
+                self._start()
+            assert self._control is not None
+            socket.send_fds(self._control, [b"\0"], [connection.fileno(), grammar.fileno()])
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        settings = {"ends": self._tokens.ends, "seconds": _MAX_SECONDS, "nbytes": _MAX_NBYTES, "limits": TRIAL_LIMITS}
+        with theirs, _memory_file(self._tokens.text()) as file:
+            fds = [theirs.fileno(), file.fileno()]
+            self._process = Process.start(
+                # -P: nothing is imported from the working directory.
+                [sys.executable, "-P", "-m", "shmring.engine.trial_process", *map(str, fds), json.dumps(settings)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None:
+            self._process.kill()
+        self._control = self._process = None
+
+
+def refused(fault: object) -> ValueError:
+    """Returns the error of a form that can't be."""
+    return ValueError(f"the form of the answer can't be compiled: {first_line(fault)}")
+
+
+def first_line(text: object) -> str:
+    """Returns what an error says first: libraries go on with what their authors need."""
+    return str(text).strip().partition("\n")[0][:_MAX_ERROR_CHARACTERS]
+
+
+def _memory_file(text: str) -> io.FileIO:
+    """Returns a file in memory with a text, to be read from its start."""
+    file = io.FileIO(os.memfd_create("shmring-form"), "r+")
+    content = memoryview(text.encode(errors="replace"))
+    while content:
+        content = content[file.write(content) :]
+    file.seek(0)
+    return file
