@@ -304,22 +304,33 @@ async def test_a_snapshot_tells_requests_that_run_from_those_that_others_have_pa
 async def test_a_snapshot_has_requests_of_each_owner_and_the_time_of_the_step_that_runs(
     socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(described_requests, "_MOST", 4)
+    monkeypatch.setattr(described_requests, "_MOST", 3)
     gate = Gate(Counting())
-    async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):
-        asked = []
-        for number, owner in enumerate("aaaaaaab"):
-            request = msgspec.structs.replace(question(1), owner=owner)
-            asked.append(asyncio.create_task(generate(client, request, request_id=f"{owner}-\x1b{number}")))
-            await until(lambda number=number: len(core._scheduler.all()) == number + 1)
+    async with engine_and_client(gate, socket_dir, max_num_seqs=3) as (core, client):
+        asked: list[asyncio.Task[str]] = []
+
+        async def ask(owner: str) -> None:
+            request = msgspec.structs.replace(question(2), owner=owner)
+            asked.append(asyncio.create_task(generate(client, request, request_id=f"{owner}-\x1b{len(asked)}")))
+            await until(lambda: len(core._scheduler.all()) == len(asked))
+
+        for _ in range(7):
+            await ask("a")
         await until(lambda: core._step_began)
         program = (await client.inspect("core")).program
-        # ...the last of eight to come is there, and the others are as many as fit
-        assert [each["name"] for each in program["requests"]] == ["a-\\x1b0", "b-\\x1b7", "a-\\x1b1", "a-\\x1b2"]
-        assert [each["place"] for each in program["requests"]] == [None, 1, 2, 3]
-        ring = {(each.client_id, each.number): each.name for each in (await client.inspect("core")).requests}
-        assert all(ring[each["client_id"], each["number"]] == each["name"] for each in program["requests"])
         assert (core.metrics.step_seconds, program["spending"]["steps"] > 0) == (0.0, True)
+        gate.let(1)
+        await until(lambda: core.metrics.steps == 2)
+        await ask("b")
+        snapshot = await client.inspect("core")
+        requests = snapshot.program["requests"]
+        assert [(each["name"], each["state"], each["place"]) for each in requests] == [
+            ("a-\\x1b0", "running", None),
+            ("a-\\x1b1", "running", None),
+            ("b-\\x1b7", "waiting", 1),  # and not a third one of the other owner
+        ]
+        ring = {(each.client_id, each.number): each.name for each in snapshot.requests}
+        assert all(ring[each["client_id"], each["number"]] == each["name"] for each in requests)
         gate.let()
         await asyncio.gather(*asked)
 
