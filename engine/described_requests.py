@@ -28,7 +28,7 @@ def describe_requests(
         scheduler: knows them.
         stepping: those in the step.
         now: time of ``time.monotonic()``.
-        is_paused: whether an operator has paused the engine.
+        is_paused: whether the engine is paused.
     """
     running = [(request, None) for request in scheduler]
     waiting = [(request, place) for place, request in enumerate(scheduler.line(), 1)]
@@ -61,13 +61,13 @@ def _some_of_each(requests: Sequence[tuple[EngineRequest, int | None]]) -> list[
 
 def _why_in_line(scheduler: Scheduler[EngineRequest], is_paused: bool) -> str:
     if is_paused:
-        return "an operator has paused the engine"
+        return "the engine is paused"
     if scheduler.seats_taken < scheduler.config.max_num_seqs:
-        return "the step that runs must end first"
+        return "a step must end first"
     return "all seats are taken"
 
 
 def _why_not_written(request: EngineRequest, stepping: Set[EngineRequest]) -> str:
     if request not in stepping:
-        return "others, who have used less, have their turn"
-    return "" if request.tokens or request.is_encoded else "its prompt is prepared or read"
+        return "others have their turn"
+    return "" if request.tokens or request.is_encoded else "before its first token"

@@ -6,8 +6,10 @@ import asyncio
 import dataclasses
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from datetime import datetime
+from typing import Any
 
 import click
 import msgspec
@@ -28,7 +30,7 @@ __all__ = ["print_once", "screen_of", "view", "watch"]
 _EACH_S = 1.0
 _BAR_ROWS = 4
 _OLD_S = 30.0  # from which a request or a slot is marked
-_MOST_ROWS = 12
+_MOST_ROWS = 64
 _MOST_ERRORS = 5
 _HIGH = 24  # lines of a terminal in which the slab has all its rows
 _GAP = 2  # between two columns
@@ -104,7 +106,7 @@ async def _print_lines(name: str, socket_dir: str | None) -> None:
         for engine in _engines_of(name, socket_dir) or [name]:
             try:
                 snapshot = await inspect(engine, socket_dir=socket_dir)
-                text = ", ".join([*_figures(snapshot, before.get(engine)), _memory(snapshot)])
+                text = ", ".join([*_figures(snapshot, before.get(engine)), *_greatest(snapshot), _memory(snapshot)])
                 before[engine] = snapshot
             except (ShmringError, OSError, TimeoutError) as error:
                 text = f"{engine}: {_reason(error, engine, socket_dir)}"
@@ -143,7 +145,8 @@ def screen_of(snapshot: RingSnapshot, before: RingSnapshot | None, width: int, h
         before: an earlier one of the same engine, for rates.
         width, height: of the terminal, in characters.
     """
-    head = [*_head(snapshot, before, width), _bar(snapshot, width, _BAR_ROWS if height >= _HIGH else 1)]
+    is_high = height >= (2 * _HIGH if _is_server(snapshot.program) else _HIGH)  # a server has more to say
+    head = [*_head(snapshot, before, width), _bar(snapshot, width, _BAR_ROWS if is_high else 1)]
     head += _legend(snapshot, width)
     tables = _tables(snapshot)
     left = height - sum(len(part.plain.splitlines()) for part in head)
@@ -162,9 +165,13 @@ def screen_of(snapshot: RingSnapshot, before: RingSnapshot | None, width: int, h
 
 def _figures(snapshot: RingSnapshot, before: RingSnapshot | None) -> list[str]:
     now, program = snapshot.statistics, snapshot.program
-    texts = [f"{snapshot.name} (pid {snapshot.pid})", f"{now['running']} running", f"{now['waiting']} not yet claimed"]
-    if "waiting" in program:
-        texts.append(f"{program['waiting']} waiting for a step")
+    texts = [f"{snapshot.name} (pid {snapshot.pid})"]
+    if _is_server(program):
+        texts += [f"{program['running']} running", f"{program['seats_taken']} of {program['seats']} seats taken"]
+        texts += [f"{program['paused_requests']} paused", f"{program['waiting']} waiting in line"]
+    else:
+        texts.append(f"{now['running']} running")
+    texts.append(f"{now['waiting']} not yet taken up")
     if before is not None and before.epoch == snapshot.epoch and snapshot.time_s > before.time_s:
         seconds = snapshot.time_s - before.time_s
         texts.append(f"{(now['finished'] - before.statistics['finished']) / seconds:.0f} requests/s")
@@ -173,7 +180,14 @@ def _figures(snapshot: RingSnapshot, before: RingSnapshot | None) -> list[str]:
         texts.append(f"steps p50 {1e3 * steps[len(steps) // 2]:.1f} ms")
     if step := program.get("step"):
         texts.append(f"in {step['what']} for {_seconds(step['age_s'])}")
+    if "loop_lag_s" in program:
+        texts.append(f"loop late by {1e3 * program['loop_lag_s']:.0f} ms")
     return texts
+
+
+def _is_server(program: dict[str, Any]) -> bool:
+    """Whether an engine of our server says what it does. Other programs may say anything."""
+    return "spending" in program
 
 
 def _memory(snapshot: RingSnapshot) -> str:
@@ -183,7 +197,18 @@ def _memory(snapshot: RingSnapshot) -> str:
 
 def _head(snapshot: RingSnapshot, before: RingSnapshot | None, width: int) -> list[Text]:
     memory = [Text(part) for part in re.split("(?<=[:,]) ", _memory(snapshot))]
-    return [*_packed([Text(text) for text in _figures(snapshot, before)], width, 3), *_packed(memory, width, 1)]
+    cause = textwrap.wrap(snapshot.program["spending"]["cause"], width) if _is_server(snapshot.program) else []
+    figures = _packed([Text(text) for text in _figures(snapshot, before)], width, 3)
+    return [*figures, *(Text(line, "bold") for line in cause), *_packed(memory, width, 1)]
+
+
+def _greatest(snapshot: RingSnapshot) -> list[str]:
+    """What takes most of the time, and the caller who costs most."""
+    if not _is_server(snapshot.program):
+        return []
+    parts, callers = snapshot.program["spending"]["parts"], snapshot.program["callers"]
+    texts = [f"{parts[0]['share']:.0%} of the time {parts[0]['what']}"] if parts else []
+    return texts + ([f"{callers[0]['share']:.0%} of steps for {callers[0]['owner']}"] if callers else [])
 
 
 def _packed(parts: Iterable[Text], width: int, gap: int) -> list[Text]:
@@ -280,7 +305,34 @@ class _Table:
 
 def _tables(snapshot: RingSnapshot) -> list[_Table]:
     """Returns the tables of what there is, the most important first."""
-    requests = _Table(
+    if _is_server(snapshot.program):
+        return [_requests_of_server(snapshot), _callers(snapshot), _spending(snapshot), *_tables_of_ring(snapshot)]
+    return [_requests_of_ring(snapshot), *_tables_of_ring(snapshot)]
+
+
+def _requests_of_server(snapshot: RingSnapshot) -> _Table:
+    """As the scheduler knows them."""
+    program = snapshot.program
+    count = program["running"] + program["paused_requests"] + program["waiting"]
+    rows = [
+        [
+            each["name"] or f"number {each['number']}",
+            f"{each['state']} {each['place'] or ''}".rstrip(),
+            each["why"],
+            each["owner"],
+            f"{each['prompt_tokens'] or ''}",
+            f"{each['tokens'] or ''}",
+            _taken(each["seconds"]),
+            _seconds(each["age_s"]),
+        ]
+        for each in program["requests"]
+    ]
+    headings = [f"request ({count})", "state, place", "why it waits", "caller", "prompt", "tokens", "in steps", "age"]
+    return _Table(headings, rows, [False] * len(rows), long=0, spare=(4, 7, 2, 5))
+
+
+def _requests_of_ring(snapshot: RingSnapshot) -> _Table:
+    return _Table(
         ["age", "state", f"request ({snapshot.request_count})", "frontend", "in slots"],
         [
             [_seconds(each.age_s), each.state, each.name or f"number {each.number}", f"{each.client_id}", _mib(each.nbytes)]
@@ -290,6 +342,24 @@ def _tables(snapshot: RingSnapshot) -> list[_Table]:
         long=2,
         spare=(3,),
     )
+
+
+def _callers(snapshot: RingSnapshot) -> _Table:
+    rows = [
+        [each["owner"], _taken(each["seconds"]), f"{each['share']:.0%}", f"{each['requests']}"]
+        for each in snapshot.program["callers"]
+    ]
+    return _Table(["caller", "in steps, last minute", "share", "requests"], rows, [False] * len(rows), long=0, spare=(3,))
+
+
+def _spending(snapshot: RingSnapshot) -> _Table:
+    spending = snapshot.program["spending"]
+    shares = [*spending["parts"], {"what": "no step ran", "share": 1 - spending["steps"]}]
+    rows = [[f"{part['share']:.0%}", part["what"]] for part in shares]
+    return _Table(["share", f"of the last {spending['over_s']:.0f} s"], rows, [False] * len(rows), long=1)
+
+
+def _tables_of_ring(snapshot: RingSnapshot) -> list[_Table]:
     draining = _Table(
         ["age", f"left and still viewed ({snapshot.draining_count})", "frontend", "memory"],
         [
@@ -322,11 +392,15 @@ def _tables(snapshot: RingSnapshot) -> list[_Table]:
     workers = _Table(["worker", "pid", "behind"], rows, [False] * len(rows), long=0)
     rows = [[_seconds(each.age_s), each.text] for each in snapshot.errors[:_MOST_ERRORS]]
     errors = _Table(["ago", "error"], rows, [False] * len(rows), long=1)
-    return [requests, clients, *(table for table in (draining, errors, workers) if table.rows)]
+    return [clients, *(table for table in (draining, errors, workers) if table.rows)]
 
 
 def _seconds(seconds: float) -> str:
     return "< 1 s" if seconds < 1 else f"{seconds:.0f} s"
+
+
+def _taken(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _mib(nbytes: float) -> str:

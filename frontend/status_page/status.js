@@ -3,6 +3,7 @@
 const ROWS = 12; // of the drawn slab
 const SERIES = 180; // points of a plot: three minutes
 const KEPT_USES = 2 ** 63; // generations of kept content that is in use begin here
+const LATE_S = .5; // of a loop, from which it is marked
 const OLD_S = 30; // from which a request or a slot is marked
 const STATES = { leased: "leased, not in a slot", published: "submitted", claimed: "claimed", draining: "left, still viewed",
   quarantined: "of a frontend that is gone", kept: "kept", kept_pinned: "kept, in use", replies: "for replies", free: "free" };
@@ -11,6 +12,7 @@ const color = name => getComputedStyle(document.documentElement).getPropertyValu
 const bytes = n => !n ? "0" : n >= 2 ** 30 ? (n / 2 ** 30).toFixed(2) + " GiB" : n >= 2 ** 20 ? (n / 2 ** 20).toFixed(1) + " MiB" : (n / 1024).toFixed(0) + " KiB";
 const seconds = s => s < 1 ? "< 1 s" : s < 120 ? s.toFixed(0) + " s" : (s / 60).toFixed(0) + " min";
 const taken = s => s < 10 ? s.toFixed(2) + " s" : s < 120 ? s.toFixed(1) + " s" : (s / 60).toFixed(0) + " min";
+const milliseconds = s => `${(1000 * s).toFixed(0)} ms`;
 const percent = share => (100 * share).toFixed(share < .1 ? 1 : 0) + " %";
 const quantile = (values, share) => values.length ? [...values].sort((a, b) => a - b)[Math.min(values.length - 1, Math.floor(share * values.length))] : 0;
 let key = "", paused = false, shown = null, before = null, chosen = -1, series = {};
@@ -87,7 +89,7 @@ $("slab").addEventListener("keydown", event => {
 
 function drawTiles() {
   const now = shown.statistics, program = shown.program;
-  const step = !program.executor ? null : program.step ? `${program.step.what}, ${seconds(program.step.age_s)}` : program.paused ? "paused" : "idle";
+  const step = !program.executor ? null : program.step ? `${program.step.what}, ${seconds(program.step.age_s)}` : program.paused ? "paused" : program.running ? "between steps" : "idle";
   const ofRing = [["requests running", now.running], ["not yet claimed", now.waiting]];
   const ofSteps = [["running", program.running], ["seats taken", `${program.seats_taken} of ${program.seats}`], ["paused: others' turn", program.paused_requests],
     ["waiting in line", program.waiting, program.waiting > 0 && program.paused], ["not yet taken up", now.waiting], ["the step", step, program.step && program.step.age_s > OLD_S]];
@@ -174,6 +176,9 @@ function drawSpending(spending) {
   $("spending-section").hidden = !spending;
   if (!spending) return;
   $("cause").textContent = spending.cause;
+  const late = [shown.program.loop_lag_s, shown.program.frontend_loop_lag_s], isLate = Math.max(...late) >= LATE_S;
+  $("lag").textContent = `The loop of the engine was late by ${milliseconds(late[0])} at most lately, that of this frontend by ${milliseconds(late[1])}${isLate ? ": something else than steps makes all callers wait" : ""}.`;
+  $("lag").className = isLate ? "alarm" : "";
   const idle = Math.max(0, 1 - spending.steps);
   table("spending", [["share", "number"], ["", "bar"], ["of the time", "text"]],
     [...spending.parts, { what: "no step ran", share: idle }].map(part => [[percent(part.share), part.share, part.what], false]), 0, "");

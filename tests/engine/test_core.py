@@ -290,9 +290,9 @@ async def test_a_snapshot_tells_requests_that_run_from_those_that_others_have_pa
             await until(lambda: core._scheduler.running == len(asked) and core._step_began)
         program = (await client.inspect("core")).program
         assert sorted((each["owner"], each["state"], each["why"]) for each in program["requests"]) == [
-            ("a", "paused", "others, who have used less, have their turn"),
+            ("a", "paused", "others have their turn"),
             ("a", "running", ""),
-            ("b", "running", "its prompt is prepared or read"),
+            ("b", "running", "before its first token"),
         ]
         told = [program[name] for name in ("running", "paused_requests", "waiting", "seats", "seats_taken")]
         assert told == [2, 1, 0, 2, 2]

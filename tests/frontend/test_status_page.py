@@ -144,7 +144,7 @@ async def test_who_costs_most_what_takes_the_time_and_where_requests_stand(
             by_name = {row[0]: row for row in rows}
             assert by_name["<i>second"][1:5] == ["waiting", "1", "all seats are taken", "a<b>lice"]
             assert sorted(by_name[name][1:4] for name in ("first", "third")) == [
-                ["paused", "", "others, who have used less, have their turn"],
+                ["paused", "", "others have their turn"],
                 ["running", "", ""],
             ]
             _, _, _, _, caller, prompt_tokens, tokens, spent, *_ = by_name["first"]

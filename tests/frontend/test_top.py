@@ -27,6 +27,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import shmring
+from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, TextPart
+from shmring.engine.scheduler import SchedulerConfig
 from shmring.frontend import top
 from shmring.frontend.cli import main
 
@@ -93,9 +95,8 @@ async def test_rates_are_of_the_time_between(serve: Any) -> None:
 
 async def test_the_server_s_steps_are_shown(serve: Any) -> None:
     ring = await serve()
-    ring.add_to_snapshots(lambda: {"waiting": 3, "steps_s": [0.001, 0.002, 0.5], "step": {"what": "a step", "age_s": 61.0}})
+    ring.add_to_snapshots(lambda: {"steps_s": [0.001, 0.002, 0.5], "step": {"what": "a step", "age_s": 61.0}})
     text = shown(ring.inspect())
-    assert "3 waiting for a step" in text
     assert "steps p50 2.0 ms" in text
     assert "in a step for 61 s" in text
 
@@ -114,6 +115,58 @@ async def test_a_server_with_several_engines_has_none_of_its_own_name(socket_dir
         1,
         "shmring inspect: the server two has several engines: name one of two-0, two-1\n",
     )
+
+
+async def test_a_server_says_where_requests_stand_who_costs_most_and_what_takes_the_time(
+    open_core: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await open_core({"step_s": 0.02, "tokens": 100_000}, scheduler_config=SchedulerConfig(max_num_seqs=1))
+    core = engine.core
+    monkeypatch.setattr(core, "_spent_s", lambda: {"choosing": 0.75 * core.metrics.step_seconds})
+
+    async def ask(owner: str, name: str) -> None:
+        question = GenerateRequest([ChatMessage("user", [TextPart("Hi")])], [], SamplingParams(), owner=owner)
+        async for _ in engine.client.generate(question, request_id=name):
+            pass
+
+    asked = []
+    for count, (owner, name) in enumerate((("al[red]ice", "first"), ("al[red]ice", "[i]second\x1b[2J"), ("bob", "third")), 1):
+        asked.append(asyncio.create_task(ask(owner, name)))
+        await eventually(lambda count=count: len(core._scheduler.all()) == count)
+        await eventually(lambda count=count: core.metrics.step_seconds > count)  # whoever came first has used most
+    result = await run("inspect", "core", "--socket-dir", str(socket_dir))
+    snapshot = core.ring.inspect()
+    for task in asked:
+        task.cancel()
+    await asyncio.wait(asked)
+    assert result.exit_code == 0, result.output
+    text = result.stdout
+    assert "1 running   1 of 1 seats taken   1 paused   1 waiting in line   0 not yet taken up" in text
+    assert re.search(r"loop late by \d+ ms", text)
+    assert "The greatest part is choosing tokens" in text.replace("\n", " ")
+    assert re.search(
+        r"^request \(3\) +state, place +why it waits +caller +prompt +tokens +in steps +age *$", text, re.MULTILINE
+    )
+    assert re.search(
+        r"^\[i\]second\\x1b\[2J +waiting 1 +all seats are taken +al\[red\]ice +0\.00 s +\d+ s *$", text, re.MULTILINE
+    )
+    first = re.search(
+        r"^first +(?:running|paused +others have their turn) +al\[red\]ice +(\d+) +(\d+) +[0-9.]+ s +\d+ s", text, re.MULTILINE
+    )
+    assert first is not None, text
+    assert int(first[1]) > 0
+    assert int(first[2]) > 0
+    assert re.search(r"^al\[red\]ice +[0-9.]+ s +\d+% +2 *\nbob +[0-9.]+ s +\d+% +1 *$", text, re.MULTILINE), text
+    assert re.search(r"^\d+% +choosing tokens *\n\d+% +other work of steps *$", text, re.MULTILINE), text
+    for width, height in ((80, 24), (60, 20)):
+        lines = lines_of(snapshot, width, height)
+        assert max(map(cell_len, lines)) <= width, lines
+        assert len(lines) <= height, lines
+        assert width < 80 or "waiting 1" in "\n".join(lines), lines
+        for part in ("request (3)", "al[red]ice", "choosing tokens", "caller", "frontend (1)"):
+            assert part in "\n".join(lines), lines
+    [line] = top._greatest(snapshot)[1:]
+    assert re.fullmatch(r"\d+% of steps for al\[red\]ice", line)
 
 
 # -- what fits a terminal -----------------------------------------------------------------------------------------------
@@ -135,7 +188,7 @@ async def crowded(serve: Any, connect: Any) -> AsyncIterator[shmring.Ring[Any]]:
         with claim:
             kept.append(claim.payload["x"])
             await claim.reply(1)
-    ring.add_to_snapshots(lambda: {"waiting": 3, "steps_s": [0.001], "step": {"what": "a step", "age_s": 61.0}})
+    ring.add_to_snapshots(lambda: {"steps_s": [0.001], "step": {"what": "a step", "age_s": 61.0}})
     try:
         yield ring
     finally:
@@ -206,7 +259,7 @@ async def test_without_a_terminal_there_is_a_line_for_each_engine_and_second(ser
     assert process.stdout is not None
     lines = [(await asyncio.wait_for(process.stdout.readline(), 60)).decode() for _ in range(4)]
     for line, name in zip(lines, ["two-0", "two-1"] * 2, strict=True):
-        assert re.match(rf"\d{{4}}-\d\d-\d\dT\S+ {name} \(pid {os.getpid()}\), 0 running, 0 not yet claimed, ", line), line
+        assert re.match(rf"\d{{4}}-\d\d-\d\dT\S+ {name} \(pid {os.getpid()}\), 0 running, 0 not yet taken up, ", line), line
         assert " MiB: " in line
         assert " MiB free, " in line
     assert ["requests/s" in line for line in lines] == [False, False, True, True]
