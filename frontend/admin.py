@@ -28,6 +28,7 @@ from shmring.frontend.observation import ObservedRoute
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.responses import JsonResponse
 from shmring.frontend.settings import FrontendSettings
+from shmring.frontend.shared_answer import SharedAnswer
 
 __all__ = ["AbortRequest", "AbortResponse", "AdminStatus", "PauseState", "admin_routes"]
 
@@ -73,13 +74,26 @@ def admin_routes(engine: EngineClient, settings: FrontendSettings) -> list[Obser
         return []
     timeout_s = settings.request_timeout_s
 
+    def pausing(*, wait: bool) -> SharedAnswer[None]:
+        """A call to the engine takes one of this frontend's places for calls until it is answered, even if its caller has gone,
+        and what runs may take long. So all who ask for a pause meanwhile share one."""
+
+        async def carry_out() -> None:
+            await engine.pause_generation(wait_for_inflight_requests=wait, timeout=timeout_s)
+
+        return SharedAnswer(carry_out, max_age_s=0.0)
+
+    pauses = {wait: pausing(wait=wait) for wait in (False, True)}
+
     async def pause(http_request: Request) -> Response:
         wait = _mode_of(http_request) == "wait"
         logger.warning("an operator pauses the engines; requests that run are %s", "waited for" if wait else "aborted")
-        await engine.pause_generation(wait_for_inflight_requests=wait, timeout=timeout_s)
+        await pauses[wait].get()
         return JsonResponse(AdminStatus("paused"))
 
     async def resume(_: Request) -> Response:
+        for shared in pauses.values():
+            shared.forget()
         await engine.resume_generation()
         logger.warning("an operator has resumed the engines")
         return JsonResponse(AdminStatus("resumed"))

@@ -24,11 +24,13 @@ class Places:
     Args:
         count: of places.
         max_waiting: requests in line.
-        timeout_s: for which they wait.
+        timeout_s: for which they wait; None: for ever, because whoever takes a place has a limit of its own.
+        most: that one caller may have at a time, so that the others need not wait for it; None: all.
     """
 
-    def __init__(self, count: int, max_waiting: int, timeout_s: float) -> None:
+    def __init__(self, count: int, max_waiting: int, timeout_s: float | None, most: int | None = None) -> None:
         self._free = count
+        self._most_of_one = count if most is None else most
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
         self._taken = Counter[str]()  # by caller
@@ -55,7 +57,7 @@ class Places:
         Raises:
             ApiError: 503, too many wait already, or it did not come in time.
         """
-        if self._free and not self._count:
+        if self._free and self._may_have_more(who) and self._next() is None:
             self._give(who)
             return
         self.check(who)
@@ -84,13 +86,20 @@ class Places:
         self._free += 1
         self._taken[who] -= 1
         self._forget(who)
-        while self._free and self._count:
-            following = min(self._waiting, key=lambda caller: (self._taken[caller], self._last_turn.get(caller, 0)))
+        while self._free and (following := self._next()) is not None:
             granted = next(iter(self._waiting[following]))
             self._leave(following, granted)
             if not granted.done():
                 self._give(following)
                 granted.set_result(None)
+
+    def _next(self) -> str | None:
+        """Returns whose turn it is of those that wait; None: nobody's."""
+        callers = filter(self._may_have_more, self._waiting)
+        return min(callers, key=lambda caller: (self._taken[caller], self._last_turn.get(caller, 0)), default=None)
+
+    def _may_have_more(self, who: str) -> bool:
+        return self._taken[who] < self._most_of_one
 
     def _give(self, who: str) -> None:
         self._free -= 1

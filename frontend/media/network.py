@@ -20,19 +20,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import ipaddress
 import logging
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import httpcore
 
 from shmring.core.loggers import logger_of
+from shmring.frontend.callers import caller
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.urls import AllowedHosts, RemoteUrl, is_address, parse_redirect, parse_url
+from shmring.frontend.places import Places
 
 __all__ = ["Connector", "RemoteClient", "Resolver", "is_acceptable", "parse_networks"]
 
@@ -45,6 +49,8 @@ Resolver: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 logger = logger_of("shmring.frontend.media.network")
 
 _MAX_CONNECTIONS = 32  # fetches at a time: each holds up to one medium; more would only share the same network
+_MAX_WAITING = 1024  # fetches in line; whoever begins one has a place for that, and there are fewer of these
+_MAX_LOOKUPS = 32  # names that are resolved at a time: each has a thread, which a silent name server may hold for half a minute
 _CONNECT_TIMEOUT_S = 5.0  # for one address: three lost SYN packets
 _MAX_ATTEMPTS = 3  # addresses that are tried: a host with one dead address is common, with three it is down
 _PIECES_PER_TURN = 16  # a host may send one byte in a piece; up to 10 000 of them are parsed from one read
@@ -92,9 +98,50 @@ def is_acceptable(address: Address, allowed: Sequence[Network] = ()) -> bool:
     return address.is_global and not address.is_multicast and not any(address in network for network in _NEVER_GLOBAL)
 
 
-async def _resolve(host: str, port: int) -> Sequence[str]:
-    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(sockaddr[0]) for *_, sockaddr in infos]
+class _SystemResolver:
+    """``getaddrinfo``, in threads of its own.
+
+    Nobody can interrupt it. The loop's threads for it are few, and used for other things as well: silent name servers would
+    keep all of these waiting. Here a thread counts for its caller until it ends, even if nobody waits for it any more; and one
+    caller may have half of them.
+    """
+
+    def __init__(self) -> None:
+        self._places = Places(_MAX_LOOKUPS, _MAX_WAITING, None, most=_MAX_LOOKUPS // 2)
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        """Returns the addresses of a host. Raises OSError if it has none."""
+        loop = asyncio.get_running_loop()
+        who = caller.get()
+        await self._places.take(who)
+        found: asyncio.Future[Sequence[str]] = loop.create_future()
+
+        def end(addresses: Sequence[str], error: OSError | None) -> None:
+            self._places.give_back(who)
+            if found.cancelled():
+                return
+            if error is None:
+                found.set_result(addresses)
+            else:
+                found.set_exception(error)
+
+        def look_up() -> None:
+            addresses: Sequence[str] = ()
+            failure: OSError | None = None
+            try:
+                infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                addresses = [str(sockaddr[0]) for *_, sockaddr in infos]
+            except (OSError, UnicodeError) as error:  # the latter: a part of the name is empty, or too long
+                failure = OSError(str(error))
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(end, addresses, failure)
+
+        try:
+            threading.Thread(target=look_up, name="resolver", daemon=True).start()
+        except RuntimeError:  # there are too many threads
+            self._places.give_back(who)
+            raise OSError(errno.EAGAIN, "no thread is left to resolve a name") from None
+        return await found
 
 
 class Connector:
@@ -107,7 +154,7 @@ class Connector:
 
     def __init__(self, allowed: Sequence[Network], resolver: Resolver | None = None) -> None:
         self._allowed = allowed
-        self._resolver = _resolve if resolver is None else resolver
+        self._resolver = _SystemResolver() if resolver is None else resolver
         self._backend = httpcore.AnyIOBackend()
 
     async def connect(self, host: str, port: int) -> httpcore.AsyncNetworkStream:
@@ -167,7 +214,7 @@ class RemoteClient:
         self._max_redirects = max_redirects
         self._connector = Connector(allowed, resolver)
         self._ssl_context = httpcore.default_ssl_context() if ssl_context is None else ssl_context
-        self._turns = asyncio.Semaphore(_MAX_CONNECTIONS)
+        self._turns = Places(_MAX_CONNECTIONS, _MAX_WAITING, None, most=max(1, _MAX_CONNECTIONS // 2))
         self._open: set[httpcore.AsyncNetworkStream] = set()
         library = logging.getLogger("httpcore")
         if library.level == logging.NOTSET:  # at debug level it quotes headers, and so the URLs of redirects
@@ -185,13 +232,22 @@ class RemoteClient:
         """
         start = parse_url(url)
         try:
-            async with asyncio.timeout(self._timeout_s), self._turns:
+            async with asyncio.timeout(self._timeout_s), self._turn():
                 return await self._follow(start, max_nbytes)
         except (TimeoutError, httpcore.TimeoutException):
             problem = f"the medium could not be fetched within {self._timeout_s:g} s"
         except (httpcore.NetworkError, httpcore.RemoteProtocolError, ssl.SSLError) as error:  # the last of damaged records
             problem = _what_broke(error)
         raise MediaError(problem)  # out here, so that what the host sent is not in its context
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        who = caller.get()
+        await self._turns.take(who)
+        try:
+            yield
+        finally:
+            self._turns.give_back(who)
 
     async def close(self) -> None:
         """Closes all connections; fetches that are under way fail."""

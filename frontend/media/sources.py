@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
@@ -24,12 +24,13 @@ from shmring.frontend.errors import ApiError
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.fetch import Fetcher, decode_base64
 from shmring.frontend.media.options import MediaKind
+from shmring.frontend.places import Places
 from shmring.frontend.settings import FrontendSettings, MediaCounts
 
 __all__ = ["Arrivals", "MediaFile", "MediaSource", "all_of", "check_counts"]
 
 # Requests whose files are brought from elsewhere at a time, up to their turn: as many as there may be connections. They hold
-# what has arrived.
+# what has arrived. One caller may have half of them: a slow host keeps a place for as long as it may take to fetch a medium.
 _MAX_FETCHING = 32
 # Files that are so small together need no turn: a thousand requests with such files take no more than eight with large ones.
 _SMALL_NBYTES = 256 << 10
@@ -101,7 +102,8 @@ class Arrivals:
         self._settings = settings
         self._pool = pool
         self._fetcher = Fetcher(settings.fetch, pool)
-        self._fetching = asyncio.Semaphore(_MAX_FETCHING)
+        waiting = settings.max_queued_requests, settings.queue_timeout_s
+        self._fetching = Places(_MAX_FETCHING, *waiting, most=_MAX_FETCHING // 2)
         self.fetch_s = Distribution()
 
     async def files(self, sources: Sequence[MediaSource], spec: InputSpec, admitted: Admitted, param: str) -> list[MediaFile]:
@@ -141,12 +143,20 @@ class Arrivals:
                 check_size()
             arrived[id(source)] = MediaFile(source.kind, source.param, data)
 
-        async with self._fetching if elsewhere else contextlib.nullcontext():
+        async with self._place(admitted.caller) if elsewhere else contextlib.nullcontext():
             await all_of(map(bring, elsewhere), elsewhere)
             if inline_nbytes + nbytes > _SMALL_NBYTES:
                 await admitted.take_turn()
         await all_of(map(bring, inline), inline)
         return [arrived[id(source)] for source in sources]
+
+    @contextlib.asynccontextmanager
+    async def _place(self, who: str) -> AsyncIterator[None]:
+        await self._fetching.take(who)
+        try:
+            yield
+        finally:
+            self._fetching.give_back(who)
 
     async def fetch(self, source: MediaSource, spec: InputSpec) -> bytes:
         """Returns a medium's file, and lets go of its URL or text.

@@ -279,4 +279,4 @@ async def open_intake() -> AsyncIterator[Any]:
 @pytest.fixture
 def fresh_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answer of ``/metrics`` is made anew."""
-    monkeypatch.setattr("shmring.frontend.shared_answer._MAX_AGE_S", 0.0)
+    monkeypatch.setattr("shmring.frontend.app._METRICS_AGE_S", 0.0)

@@ -137,6 +137,27 @@ async def test_what_runs_is_aborted_or_waited_for(
     await http.post("/resume", headers=KEY)
 
 
+async def test_pauses_that_were_given_up_take_no_places_for_calls(
+    http: httpx.AsyncClient, engine: Any, open_app: OpenApp, eventually: Any
+) -> None:
+    """A frontend has 64 of these."""
+    running = asyncio.create_task(ask(http, max_tokens=100_000))
+    await eventually(lambda: engine.core._scheduler.running == 1)
+    pausing = [asyncio.create_task(http.post("/pause?mode=wait", headers=KEY)) for _ in range(70)]
+    await eventually(lambda: engine.core._paused)
+    for task in pausing[1:]:
+        task.cancel()
+    await asyncio.wait(pausing[1:])
+    assert (await http.get("/is_paused", headers=KEY)).json() == {"is_paused": True}
+    assert not pausing[0].done()
+    assert (await http.post("/resume", headers=KEY)).status_code == 200
+    assert (await asyncio.wait_for(pausing[0], 20)).status_code == 200
+    assert (await http.get("/is_paused", headers=KEY)).json() == {"is_paused": False}
+    assert (await http.post("/pause", headers=KEY)).status_code == 200
+    assert (await running).json()["error"]["code"] == "paused"
+    await http.post("/resume", headers=KEY)
+
+
 @for_each("query", ["mode=keep", "mode=", "mode=abort&mode=x", "clear_cache=true", "x=1", f"{'n' * 5000}=1"])
 async def test_what_is_not_known_is_refused(http: httpx.AsyncClient, query: str) -> None:
     answer = await http.post(f"/pause?{query}", headers=KEY)

@@ -358,7 +358,7 @@ async def test_requests_have_an_id(http: httpx.AsyncClient, request_id: str | No
 async def test_all_who_scrape_within_a_second_get_what_was_collected_once(
     open_engine: Any, open_app: OpenApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmring.frontend.shared_answer._MAX_AGE_S", 600.0)  # however slow this is
+    monkeypatch.setattr("shmring.frontend.app._METRICS_AGE_S", 600.0)  # however slow this is
     engine = await open_engine()
     http = await open_app(engine)
     collected = engine.client.statistics

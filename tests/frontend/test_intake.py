@@ -177,6 +177,43 @@ async def test_a_request_that_fetches_has_no_turn_meanwhile(open_engine: Any, op
             await fetching
 
 
+async def test_who_fetches_from_slow_hosts_leaves_places_to_others(
+    open_engine: Any, open_intake: Any, admission: Admission, encoded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.frontend.media.sources._MAX_FETCHING", 4)
+    connections = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"/silent" in head:
+            await reader.read()
+        file = encoded(PIXELS[0])
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(file), file))
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as host:
+        place = "127.0.0.1:" + str(host.sockets[0].getsockname()[1])
+        allowed = FetchSettings(allowed_media_domains=(place,), allowed_media_networks=("127.0.0.0/8",))
+        intake = open_intake(await open_engine(), fetch=allowed)
+
+        async def take(who: str, path: str) -> int:
+            source = MediaSource("image", "p", url=f"http://{place}{path}")
+            async with intake.take([source], SPEC, admission.new_request(who=who), "messages") as media:
+                return len(media)
+
+        slow = [asyncio.create_task(take("greedy", "/silent")) for _ in range(10)]
+        async with asyncio.timeout(20):
+            while connections < 2:
+                await asyncio.sleep(0)
+        assert await asyncio.wait_for(take("other", "/fast"), 60) == 1
+        assert connections == 3
+        for task in slow:
+            task.cancel()
+        await asyncio.wait(slow)
+
+
 @pytest.mark.parametrize(
     ("kind", "file", "code"),
     [

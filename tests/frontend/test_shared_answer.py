@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from shmring.frontend import shared_answer
 from shmring.frontend.shared_answer import SharedAnswer
 
 
@@ -27,7 +26,7 @@ class Maker:
 
 async def test_all_who_ask_within_a_second_get_one_answer() -> None:
     maker = Maker()
-    answer = SharedAnswer(maker.make)
+    answer = SharedAnswer(maker.make, 600.0)
     asking = [asyncio.create_task(answer.get()) for _ in range(50)]
     await asyncio.sleep(0)
     maker.may_end.set()
@@ -35,18 +34,20 @@ async def test_all_who_ask_within_a_second_get_one_answer() -> None:
     assert await answer.get() == maker.made == 1
 
 
-async def test_it_is_a_second_old_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_has_an_age_and_can_be_forgotten() -> None:
     maker = Maker()
     maker.may_end.set()
-    answer = SharedAnswer(maker.make)
-    assert await answer.get() == 1
-    monkeypatch.setattr(shared_answer, "_MAX_AGE_S", 0.0)
-    assert await answer.get() == 2
+    old = SharedAnswer(maker.make, 0.0)
+    assert [await old.get(), await old.get()] == [1, 2]
+    lasting = SharedAnswer(maker.make, 600.0)
+    assert [await lasting.get(), await lasting.get()] == [3, 3]
+    lasting.forget()
+    assert await lasting.get() == 4
 
 
 async def test_who_hangs_up_takes_it_from_nobody() -> None:
     maker = Maker()
-    answer = SharedAnswer(maker.make)
+    answer = SharedAnswer(maker.make, 600.0)
     first, second = asyncio.create_task(answer.get()), asyncio.create_task(answer.get())
     await asyncio.sleep(0)
     first.cancel()
@@ -60,7 +61,7 @@ async def test_after_a_failure_it_is_made_anew() -> None:
     maker = Maker()
     maker.may_end.set()
     maker.error = OSError("no file")
-    answer = SharedAnswer(maker.make)
+    answer = SharedAnswer(maker.make, 600.0)
     for _ in range(2):
         with pytest.raises(OSError, match="no file"):
             await answer.get()

@@ -11,7 +11,9 @@ import contextlib
 import gzip
 import ipaddress
 import logging
+import socket
 import ssl
+import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from shmring.frontend.callers import caller
 from shmring.frontend.media import network
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.network import Connector, RemoteClient, is_acceptable, parse_networks
@@ -312,6 +315,66 @@ async def test_a_resolver_that_hangs_is_given_up(server: Server, open_client: An
 
     with pytest.raises(MediaError, match=r"within 0\.1 s"):
         await open_client(Hanging(), timeout_s=0.1).get(f"http://media.test:{server.port}/", LIMIT)
+
+
+async def test_a_caller_with_slow_hosts_keeps_no_other_caller_from_fetching(
+    server: Server, open_client: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "_MAX_CONNECTIONS", 4)
+    server.answers["/slow"] = hang
+    server.answers["/fast"] = answer_of(b"x")
+    client = open_client(timeout_s=60)
+
+    async def get(who: str, path: str) -> bytes:
+        caller.set(who)
+        content: bytes = await client.get(f"http://media.test:{server.port}{path}", LIMIT)
+        return content
+
+    slow = [asyncio.create_task(get("greedy", "/slow")) for _ in range(10)]
+    await eventually(lambda: len(server.requests) == 2)
+    assert await asyncio.wait_for(get("other", "/fast"), 20) == b"x"
+    for task in slow:
+        task.cancel()
+    await asyncio.wait(slow)
+
+
+async def test_names_that_nobody_resolves_hold_no_threads_that_others_need(
+    monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    """Also when those who have asked for them have given up: nobody can interrupt such a thread."""
+    silent, asked = threading.Event(), []
+    resolved = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *arguments: Any, **options: Any) -> Any:
+        if host == "silent.test":
+            asked.append(host)
+            silent.wait()
+            raise OSError("no such name")
+        return resolved(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    try:
+        async with serving() as server:
+            connector = Connector(parse_networks(["127.0.0.0/8", "::1/128"]))
+
+            async def connect(who: str, host: str) -> None:
+                caller.set(who)
+                stream = await connector.connect(host, server.port)
+                await stream.aclose()
+
+            for _ in range(2):
+                asking = [asyncio.create_task(connect("greedy", "silent.test")) for _ in range(40)]
+                await eventually(lambda: len(asked) == network._MAX_LOOKUPS // 2)
+                for task in asking:
+                    task.cancel()
+                await asyncio.wait(asking)
+            await asyncio.wait_for(connect("other", "localhost"), 20)
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: 7), 20) == 7
+            silent.set()
+            await asyncio.wait_for(connect("greedy", "localhost"), 20)
+            assert len(asked) == network._MAX_LOOKUPS // 2
+    finally:
+        silent.set()
 
 
 async def test_waiting_for_a_turn_counts_and_a_cancelled_fetch_passes_its_turn_on(
