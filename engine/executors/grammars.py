@@ -101,7 +101,7 @@ class Grammar:
         self.future.result()
         self._check()
         known = scores[: 8 * len(self._allowed)]
-        known += _OF_BITS[self._allowed].reshape(-1)[: len(known)]
+        known += _OF_BITS.take(self._allowed, axis=0).reshape(-1)[: len(known)]  # an eighth of the time of an index
         scores[len(known) :] = -np.inf
 
     def take(self, token: int) -> None:

@@ -58,13 +58,11 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM says the same
 _STRIDE = 16
 _MAX_LIKELIEST = 2048
 
-_LEAST_WEIGHT = 1e-45  # of float32, but for 0
+# Shares of tokens that are put together: few take no longer than a pass; some, less than to put others in order with them; and
+# most, less than to put them in order with zeros.
+_FEW, _SOME, _MOST = 0.02, 0.3, 0.9
 
-# Shares of tokens that are left. They are put together if they are so few that it takes no longer than a pass; or, before they
-# are ordered, if it takes no longer than it saves.
-_FEW, _MOST = 0.02, 0.9
-
-_SORTED = 4096  # weights that are sorted where a nucleus ends; more are halved before
+_SORTED = 1024  # weights that are sorted where a nucleus ends; more are halved before
 _ROUNDING = 1e-5  # by which the sum of 150 000 probabilities in float32 may differ from 1
 _BLOCK = 512  # shares that are added up before the one that is drawn is looked for among them
 
@@ -241,7 +239,8 @@ class Sampler:
         penalised = row[tokens].astype(np.float64)
         if params.repetition_penalty != 1:
             penalty = params.repetition_penalty
-            penalised = np.where(penalised < 0, penalised * penalty, penalised / penalty)
+            further = np.minimum if penalty > 1 else np.maximum  # that of the two which is right for their sign
+            penalised = further(penalised * penalty, penalised / penalty)
         if params.presence_penalty or params.frequency_penalty:
             counts = self._counts[tokens]
             penalised -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
@@ -270,31 +269,32 @@ class Sampler:
             return np.ones(1, np.float32), None
         if params.top_k <= 0 and params.top_p == 1 and params.min_p == 0:
             return weights, tokens
-        whole, least = 1.0, _LEAST_WEIGHT  # of those that are left: all weights together, and which weight they have at least
+        if weights.min() == 0 and np.count_nonzero(has_some := weights > 0) < _MOST * len(weights):
+            weights, tokens = _narrow(weights, tokens, has_some)
+        # Of those that are left so far: which weight they have at least, and all weights together. And where others are found.
+        least, whole, ordered = 0.0, 1.0, weights
         if 0 < params.top_k < len(weights):
-            weights, tokens = _keep(weights, tokens, least, _MOST)
-        if 0 < params.top_k < len(weights):
-            greatest = _partition(weights, len(weights) - params.top_k)[-params.top_k :]
-            least = float(greatest[0])
+            ordered = _partition(weights, len(weights) - params.top_k)[-params.top_k :]
+            least = float(ordered[0])
             equal = np.count_nonzero(weights >= least) - params.top_k
-            whole = float(greatest.sum(dtype=np.float64)) + equal * least
-        least = max(least, params.min_p * float(weights.max()))
-        if params.top_p < 1:  # tokens below the mean of what top_p leaves out are left out together
-            least = max(least, ((1 - params.top_p) * whole - _ROUNDING) / len(weights))
-        weights, tokens = _keep(weights, tokens, least, _FEW if params.top_p == 1 else _MOST)
+            whole = float(ordered.sum()) + equal * least
+        if params.min_p > 0:
+            least = max(least, params.min_p * float(weights.max()))
+        # Tokens below the mean of what top_p leaves out are left out together.
+        bound = max(least, ((1 - params.top_p) * whole - _ROUNDING) / len(weights))
+        few = _FEW if params.top_p == 1 else _SOME
+        if np.count_nonzero(is_left := weights >= bound) < few * len(weights):
+            weights, tokens = _narrow(weights, tokens, is_left)
+            ordered = weights
         if params.top_p < 1:
-            weights, tokens = _keep(weights, tokens, _end_of_nucleus(weights, params.top_p * whole), 0)
-        return weights, tokens
+            least = max(least, _end_of_nucleus(ordered, params.top_p * whole))
+        return weights * (weights >= least), tokens
 
 
-def _keep(weights: _Row, tokens: _Indices | None, least: float, share: float) -> tuple[_Row, _Indices | None]:
-    """Leaves out weights below the least: they become 0, or go, with their tokens, if less than a share of all is left."""
-    is_left = weights >= least
-    left = np.count_nonzero(is_left)
-    if left < share * len(weights):
-        places = np.flatnonzero(is_left)
-        return weights[places], places if tokens is None else tokens[places]
-    return weights if left == len(weights) else weights * is_left, tokens
+def _narrow(weights: _Row, tokens: _Indices | None, is_left: npt.NDArray[np.bool_]) -> tuple[_Row, _Indices]:
+    """Returns weights that are left, and whose they are."""
+    places = np.flatnonzero(is_left)
+    return weights[places], places if tokens is None else tokens[places]
 
 
 def _partition(weights: _Row, place: int) -> _Row:
@@ -320,14 +320,14 @@ def _end_of_nucleus(weights: _Row, mass: float) -> float:
     while len(weights) > _SORTED:
         half = len(weights) // 2
         weights = _partition(weights, half)
-        upper = float(weights[half:].sum(dtype=np.float64))
+        upper = float(weights[half:].sum())
         if upper >= mass:
             weights = weights[half:]
         else:
             mass -= upper
             weights = weights[:half]
     weights = np.sort(weights)[::-1]
-    place = np.cumsum(weights, dtype=np.float64).searchsorted(mass)
+    place = weights.cumsum(dtype=np.float64).searchsorted(mass)
     return float(weights[place]) if place < len(weights) else 0.0
 
 
@@ -364,7 +364,8 @@ def find_likeliest(logits: torch.Tensor, token: int, count: int) -> tuple[float,
     if tokens is None:
         tokens = np.arange(len(row))
     tokens = tokens[np.argsort(-row[tokens], kind="stable")[:count]]
-    whole = float(row.max()) - math.log(torch.softmax(logits, 0).numpy().max())
+    best = int(row.argmax())
+    whole = float(row[best]) - math.log(torch.softmax(logits, 0)[best])
     logprobs = np.maximum(row[[token, *tokens]].astype(np.float64) - whole, _LEAST_LOGPROB).tolist()
     return logprobs[0], list(zip(tokens.tolist(), logprobs[1:], strict=True))
 
