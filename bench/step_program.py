@@ -21,6 +21,7 @@ from shmring.engine.executors import create_executor
 from shmring.engine.executors.checkpoint import LoadSettings, load_checkpoint
 from shmring.engine.executors.interface import Executor, ExecutorOptions, StepInput
 from shmring.engine.executors.prompts import PromptBuilder
+from shmring.engine.executors.sampling import Sampler, find_likeliest
 
 #: Tokens of a prompt, and answers that are written at the same time.
 CASES = ((32, 1), (32, 16), (512, 16), (3000, 4))
@@ -29,6 +30,26 @@ _TOKENS = 128  # of an answer: when the last prompt has been read, piece by piec
 _MEASURED = 24  # steps; the first in which each of the answers gets a token and no prompt is read
 _STREAMS, _JOINING = 4, 12  # answers, and questions about a picture that come meanwhile
 _CALLERS, _TEXTS, _CHARACTERS = 16, 4, 32  # who have texts embedded
+
+#: How the tokens of a step are chosen; those of so many answers, with the vocabulary of Qwen.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "temperature 0": {"temperature": 0.0},
+    "top_p 0.9": {"top_p": 0.9},
+    "top_k 20, top_p 0.8": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    "every option": {
+        "temperature": 0.7,
+        "top_k": 100_000,
+        "top_p": 0.9,
+        "min_p": 0.001,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 1.0,
+        "repetition_penalty": 1.1,
+        "logit_bias": {7 * number: 1.0 for number in range(300)},
+        "min_tokens": _TOKENS,
+        "logprobs": 20,
+    },
+}
+_CHOSEN, _VOCABULARY = 16, 151_936
 
 #: transformers' own continuous batching.
 CONTINUOUS = "generate_batch"
@@ -66,6 +87,28 @@ def measure_steps(model: str, name: str) -> dict[str, float]:
     steps = _execute(executor, texts)
     found[f"embeddings/s of CPU, {_CALLERS} callers"] = _CALLERS * _TEXTS / sum(step.cpu_s for step in steps)
     executor.close()
+    return found | measure_choosing()
+
+
+def measure_choosing(vocabulary: int = _VOCABULARY) -> dict[str, float]:
+    """Measures how long the tokens of a step are chosen: of peaked logits, in which some hundred tokens are likely."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn((_CHOSEN, vocabulary), generator=generator) * 1.5
+    likely = torch.randint(0, vocabulary, (_CHOSEN, 200), generator=generator)
+    logits.scatter_add_(1, likely, 14 * torch.rand(likely.shape, generator=generator))
+    found: dict[str, float] = {}
+    for name, options in OPTIONS.items():
+        params = protocol.SamplingParams(**options)
+        samplers = [Sampler(params, likely[number], {1, 2}, number) for number in range(_CHOSEN)]
+        steps: list[float] = []
+        for _ in range(_MEASURED):
+            before = time.process_time()
+            for sampler, row in zip(samplers, logits, strict=True):
+                token = sampler.choose(row)
+                if params.logprobs is not None:
+                    find_likeliest(row, token, params.logprobs)
+            steps.append(time.process_time() - before)
+        found[f"CPU ms to choose {_CHOSEN} tokens, {name}"] = 1000 * statistics.median(steps)
     return found
 
 

@@ -6,7 +6,8 @@ beside this one (``--beside``), and the executor ``vllm`` (``--vllm``). Each mea
 thread, so that CPU time does not depend on how many cores wait for each other.
 
 A step of N answers is one in which each of N answers gets a token and no prompt is read. Prompts are read piece by piece, so
-answers are long enough for the first to go on when the last one begins.
+answers are long enough for the first to go on when the last one begins. How long a step's tokens are chosen is measured apart,
+with a vocabulary of 151,936 tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _Peer(NamedTuple):
     "--vllm", default=None, type=DIRECTORY, help="Which has vLLM, whose executor is measured, too; see `make test-vllm`."
 )
 def steps_command(timing: Timing, beside: Path | None, vllm: Path | None) -> Findings:
-    """CPU time of a step of the executor `transformers`, the longest step while pictures join, and embeddings."""
+    """CPU time of a step of the executor `transformers`, the longest one while pictures join, embeddings, choosing tokens."""
     peers = {_OURS: _Peer(ROOT), CONTINUOUS: _Peer(ROOT, executor=CONTINUOUS)}
     if beside is not None:
         if not (beside / "shmring").is_dir():  # the shmring that is installed would be measured

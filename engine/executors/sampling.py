@@ -179,7 +179,8 @@ class Sampler:
                 next.
         """
         row: _Row = logits.numpy()
-        best = float(row[row.argmax()])
+        likeliest = int(row.argmax())
+        best = float(row[likeliest])
         if not math.isfinite(best):  # NaN and infinity win every maximum
             raise RuntimeError(
                 "the model's logits hold NaN or infinity: its weights are damaged, or do not fit its dtype; try dtype float32"
@@ -187,7 +188,7 @@ class Sampler:
         with np.errstate(over="ignore"):  # what is less than float32 takes is minus infinity
             if self._generator is None:
                 scores = self._score(row, 1.0, grammar)
-                token = int(scores.argmax())
+                token = likeliest if scores is row else int(scores.argmax())
             else:
                 # Of logits beyond 1e34, the greatest wins at any temperature.
                 scale = min(1 / self._params.temperature, _MAX_SCORE / max(1.0, abs(best)))
@@ -206,7 +207,10 @@ class Sampler:
     # -- how likely tokens are -------------------------------------------------------------------------------------------------
 
     def _score(self, row: _Row, scale: float, grammar: Grammar | None) -> _Row:
-        """Returns the logits, times the scale, after all that the request says of single tokens."""
+        """Returns the logits, times the scale, after all that the request says of single tokens. They are not to be changed."""
+        has_ends = self._chosen < self._params.min_tokens and len(self._ends)
+        if scale == 1 and grammar is None and not (self._penalises or len(self._biased) or has_ends):
+            return row
         scores = row * np.float32(scale)
         if self._penalises:
             self._penalise(row, scale, scores)
@@ -214,7 +218,7 @@ class Sampler:
             if (largest := self._biased.max()) >= len(row):
                 raise ValueError(f"logit_bias names token {largest}, and the model's vocabulary size is {len(row)}")
             scores[self._biased] += self._biases * scale
-        if len(self._ends) and self._chosen < self._params.min_tokens:
+        if has_ends:
             scores[self._ends[self._ends < len(row)]] = -math.inf
         if grammar is not None:
             grammar.restrict(scores)
@@ -276,7 +280,7 @@ class Sampler:
         if 0 < params.top_k < len(weights):
             ordered = _partition(weights, len(weights) - params.top_k)[-params.top_k :]
             least = float(ordered[0])
-            equal = np.count_nonzero(weights >= least) - params.top_k
+            equal = np.count_nonzero(weights >= least) - params.top_k if params.top_p < 1 else 0
             whole = float(ordered.sum()) + equal * least
         if params.min_p > 0:
             least = max(least, params.min_p * float(weights.max()))
@@ -312,7 +316,11 @@ def _shortlist(numbers: _Row, count: int) -> _Indices | None:
     if not 0 < count <= min(columns, _MAX_LIKELIEST):
         return None
     greatest = numbers[: columns * _STRIDE].reshape(_STRIDE, columns).max(axis=0)
-    return np.flatnonzero(numbers >= np.partition(greatest, columns - count)[columns - count])
+    least = np.partition(greatest, columns - count)[columns - count]
+    of_columns = np.arange(_STRIDE)[:, np.newaxis] * columns + np.flatnonzero(greatest >= least)
+    places = np.concatenate([of_columns.ravel(), np.arange(columns * _STRIDE, len(numbers))])
+    found: _Indices = places[numbers[places] >= least]
+    return found
 
 
 def _end_of_nucleus(weights: _Row, mass: float) -> float:

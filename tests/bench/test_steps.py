@@ -55,6 +55,12 @@ def test_a_case_without_such_a_step_is_no_measurement(executor: executor_module.
         step_program._measure_case(executor, 40, 3, 4)
 
 
+def test_choosing_is_measured_by_what_is_asked_for() -> None:
+    found = step_program.measure_choosing(3000)
+    assert [name.partition(", ")[2] for name in found] == list(step_program.OPTIONS)
+    assert all(milliseconds > 0 for milliseconds in found.values())
+
+
 @pytest.mark.slow
 def test_the_program_runs_beside_any_bench(tmp_path: Path) -> None:
     (tmp_path / "bench").mkdir()
