@@ -68,10 +68,10 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
         faults: how often each was made.
         kills: processes killed in all.
         abort_to_reusable: from an abort, or the end of the step that it hit, until its frontend has the memory again.
-        kill_to_word: from SIGKILL until the kernel tells the engine that a frontend is dead.
+        kill_to_word: from SIGKILL until the kernel tells the engine that a frontend is dead, and the driver that an engine is.
         death_to_reclaimed: from that, or the end of the last step, until the engine has nothing of the frontend any more.
         abort_to_reusable_on_core, death_to_reclaimed_on_core: without the time in which the processes waited for a core.
-        engine_death_to_error: from the engine's SIGKILL until each request has failed whose caller was waiting.
+        engine_death_to_error: from that until each request has failed whose caller was waiting.
         ended_per_second: how many requests ended in each second after the start, by outcome.
     """
 
@@ -201,7 +201,8 @@ def account(plan: Plan, seen: Observations) -> Findings:
     for incarnation in seen.incarnations:
         ledger.enter(incarnation)
     stops = _Stops(seen.happened)
-    engine_kills = [event.began_ns for event in seen.happened if event.fault is Fault.KILL_ENGINE]
+    engine_kills = [event for event in seen.happened if event.fault is Fault.KILL_ENGINE]
+    words = [max(0, kill.word_ns - kill.began_ns) for kill in engine_kills]
     aborts, deaths = _abort_latencies(ledger, stops), _death_latencies(ledger, seen, stops)
     texts = seen.violations + [wrong.text for wrong in ledger.wrongs] + _unexplained(ledger, seen, engine_kills, stops)
     failed = {name: count for name, count in sorted(ledger.outcomes.items()) if name not in ("answered", "aborted")}
@@ -228,7 +229,7 @@ def account(plan: Plan, seen: Observations) -> Findings:
         phases=len(seen.looks),
         abort_to_reusable=Latencies.of([wall for wall, _ in aborts]),
         abort_to_reusable_on_core=Latencies.of([on_core for _, on_core in aborts]),
-        kill_to_word=Latencies.of([word for _, _, word in deaths]),
+        kill_to_word=Latencies.of([*(word for _, _, word in deaths), *words]),
         death_to_reclaimed=Latencies.of([wall for wall, _, _ in deaths]),
         death_to_reclaimed_on_core=Latencies.of([on_core for _, on_core, _ in deaths]),
         engine_death_to_error=Latencies.of(_engine_death_latencies(ledger, seen, engine_kills, stops)),
@@ -304,21 +305,26 @@ def _death_latencies(ledger: _Ledger, seen: Observations, stops: _Stops) -> list
     return latencies
 
 
-def _engine_death_latencies(ledger: _Ledger, seen: Observations, engine_kills: Sequence[int], stops: _Stops) -> list[int]:
+def _engine_death_latencies(ledger: _Ledger, seen: Observations, engine_kills: Sequence[Happened], stops: _Stops) -> list[int]:
+    """How long after the kernel's word of an engine's death those who were waiting were told; 0 for who was told before it."""
     hung_up = _hung_up(seen)
     latencies = []
     for pid, outcome, _, since_ns, at_ns in ledger.failures:
-        killed_ns = max((kill for kill in engine_kills if kill <= at_ns), default=0)
+        kills = [kill for kill in engine_kills if kill.began_ns <= at_ns]
+        if not kills:
+            continue
+        kill = max(kills, key=lambda kill: kill.began_ns)
+        killed_ns = kill.began_ns
         if since_ns > killed_ns:
             continue
         if outcome != "EngineDeadError" or at_ns - killed_ns >= _NOTICED_WITHIN_NS or hung_up.get(pid, at_ns) < at_ns:
             continue
         if not stops.hit(pid, killed_ns, at_ns, engine_too=False):
-            latencies.append(at_ns - killed_ns)
+            latencies.append(max(0, at_ns - max(killed_ns, kill.word_ns)))
     return latencies
 
 
-def _unexplained(ledger: _Ledger, seen: Observations, engine_kills: Sequence[int], stops: _Stops) -> list[str]:
+def _unexplained(ledger: _Ledger, seen: Observations, engine_kills: Sequence[Happened], stops: _Stops) -> list[str]:
     """Requests that failed because the engine was dead, when it was not.
 
     Whoever waits is told in time. Whoever began to wait when the engine was dead could not be told before.
@@ -328,7 +334,7 @@ def _unexplained(ledger: _Ledger, seen: Observations, engine_kills: Sequence[int
     for pid, outcome, began_ns, since_ns, at_ns in ledger.failures:
         explained = hung_up.get(pid, at_ns) < at_ns or any(
             kill <= at_ns < stops.went_on(pid, kill) + _NOTICED_WITHIN_NS or began_ns <= kill <= since_ns
-            for kill in engine_kills
+            for kill in (event.began_ns for event in engine_kills)
         )
         if outcome == "EngineDeadError" and not explained:
             texts.append(f"a request of process {pid} failed with EngineDeadError, and no engine had died")

@@ -41,13 +41,18 @@ _SETTLE_POLL_S = 0.01
 
 
 class Happened(msgspec.Struct, frozen=True):
-    """A fault that was made: what, to which process, from when until when; how long engines had waited for a core, by pid."""
+    """A fault that was made: what, to which process, from when until when.
+
+    Of a kill, ``engines_waited_ns`` is how long engines had waited for a core, by pid, and ``word_ns`` when the kernel's word
+    of the death came here.
+    """
 
     fault: Fault
     pid: int
     began_ns: int
     ended_ns: int
     engines_waited_ns: dict[int, int] = {}
+    word_ns: int = 0
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -252,10 +257,11 @@ class _Driver:
         async with member.lock:
             pid, began_ns = member.now.pid, time.monotonic_ns()
             engines_waited_ns: dict[int, int] = {}
+            word_ns = 0
             self.progress(f"{event.fault.value}: {member.title}, pid {pid}")
             match event.fault:
                 case Fault.KILL_ENGINE | Fault.KILL_FRONTEND | Fault.KILL_WORKER:
-                    began_ns, engines_waited_ns = await self.kill(member, event)
+                    began_ns, word_ns, engines_waited_ns = await self.kill(member, event)
                 case Fault.STOP_FRONTEND:
                     await self.stop_frontend(member, event)
                 case Fault.STOP_ENGINE | Fault.STOP_WORKER:
@@ -264,7 +270,7 @@ class _Driver:
                     member.now.tell(control.HangUp())
                     await asyncio.sleep(event.duration_s)
                     self.seen.happened.append(Happened(Fault.HANG_UP, pid, began_ns, time.monotonic_ns()))
-                    began_ns, engines_waited_ns = await self.kill(member, event)
+                    began_ns, word_ns, engines_waited_ns = await self.kill(member, event)
                 case Fault.LEAVE:
                     member.now.dying = True
                     member.now.tell(control.Leave())
@@ -279,7 +285,7 @@ class _Driver:
                             each.child.tell(control.Flood(event.duration_s))
                     await asyncio.sleep(event.duration_s)
             fault = Fault.KILL_FRONTEND if event.fault is Fault.HANG_UP else event.fault
-            self.seen.happened.append(Happened(fault, pid, began_ns, time.monotonic_ns(), engines_waited_ns))
+            self.seen.happened.append(Happened(fault, pid, began_ns, time.monotonic_ns(), engines_waited_ns, word_ns))
 
     def victim(self, event: Event) -> _Member:
         """To whom a fault happens."""
@@ -289,12 +295,13 @@ class _Driver:
             return self.readers[event.frontend % len(self.readers)]
         return self.frontends[event.frontend]
 
-    async def kill(self, member: _Member, event: Event) -> tuple[int, dict[int, int]]:
+    async def kill(self, member: _Member, event: Event) -> tuple[int, int, dict[int, int]]:
         engines_waited_ns = {engine.now.pid: waited_ns(engine.now.pid) for engine in self.engines if engine.now.lives}
         killed_ns = await member.now.kill()
+        word_ns = time.monotonic_ns()
         pause = event if event.fault is not Fault.HANG_UP else msgspec.structs.replace(event, duration_s=0.0)
         await self.replace(member, pause, "killed")
-        return killed_ns, engines_waited_ns
+        return killed_ns, word_ns, engines_waited_ns
 
     async def replace(self, member: _Member, event: Event, end: str) -> None:
         """Starts the next incarnation of a process that has ended."""

@@ -156,6 +156,10 @@ def test_who_looks_late_is_told_late_and_who_waits_is_told_at_once(tmp_path: Pat
     findings = settle(observations)
     assert findings.passed
     assert findings.engine_death_to_error.all_ms == [30.0]
+    observations.happened = [Happened(Fault.KILL_ENGINE, 1, 100 * MS, 140 * MS, {}, 121 * MS)]
+    findings = settle(observations)
+    assert findings.engine_death_to_error.all_ms == [9.0]
+    assert findings.kill_to_word.all_ms == [21.0]
 
 
 def test_who_waits_and_is_told_late_is_found(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_every_state_of_a_small_scenario_is_sound(name: str) -> None:
     assert found.settled > 100
 
 
-@pytest.mark.parametrize(("name", "max_states"), [("stopped", 1_200), ("unread", 1_100)])
+@pytest.mark.parametrize(("name", "max_states"), [("stopped", 1_200), ("unread", 1_100), ("overtaken", 1_000)])
 def test_nobody_waits_without_need_for_who_has_stopped_or_reads_nothing(name: str, max_states: int) -> None:
     """In the first states, in which what was wrong once showed."""
     found = explore(name, max_states)
@@ -424,6 +424,14 @@ def who_is_silent_is_waited_for(patch: Patch) -> None:
     mutate(patch, moment_passed=lambda book: [])
 
 
+def callers_wait_for_who_has_the_turn(patch: Patch) -> None:
+    def mutated(slots: Slots) -> None:
+        slots._moment = None
+        slots.carry_out([])
+
+    patch.setattr(Slots, "_moment_passed", mutated)
+
+
 def deaths_of_views_are_not_heard(patch: Patch) -> None:
     patch.setattr(RealSession, "_collect_deaths", lambda session: session._regions.collect())
 
@@ -486,7 +494,12 @@ def test_what_is_broken_is_found_and_comes_down_to_a_few_actions(mutation: Calla
 
 @pytest.mark.slow  # the same
 @pytest.mark.parametrize(
-    ("mutation", "name"), [(what_was_dropped_is_not_looked_for, "dropped"), (who_is_silent_is_waited_for, "stopped")]
+    ("mutation", "name"),
+    [
+        (what_was_dropped_is_not_looked_for, "dropped"),
+        (who_is_silent_is_waited_for, "stopped"),
+        (callers_wait_for_who_has_the_turn, "overtaken"),
+    ],
 )
 def test_what_needs_few_actions_is_found_with_the_fewest(mutation: Callable[[Patch], None], name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
