@@ -452,7 +452,7 @@ class EngineCore:
             "spent_s": {part: round(seconds, 6) for part, seconds in self._spent_s().items()},
             "spending": self._spending.describe(now, self._recent_steps_s),
             "callers": msgspec.to_builtins(self._scheduler.accounts.describe(now)),
-            "requests": describe_requests(self._scheduler, self._stepping, now, is_paused=self._paused),
+            "requests": describe_requests(self._scheduler, self._stepping, self._executor, now, is_paused=self._paused),
             "generated_tokens": self.metrics.generated_tokens,
             "finished_requests": self.metrics.finished_requests,
             "failed_requests": self.metrics.failed_requests,

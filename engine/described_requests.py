@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from shmring.core.printable import printable
+from shmring.engine.executors.interface import Executor
 from shmring.engine.request import EngineRequest
 from shmring.engine.scheduler import Scheduler
 
@@ -17,7 +18,7 @@ _MOST = 64  # in a snapshot
 
 
 def describe_requests(
-    scheduler: Scheduler[EngineRequest], stepping: Set[EngineRequest], now: float, *, is_paused: bool
+    scheduler: Scheduler[EngineRequest], stepping: Set[EngineRequest], executor: Executor, now: float, *, is_paused: bool
 ) -> list[dict[str, Any]]:
     """Returns what there is to say of requests: of those that run, and then of those that wait, in order.
 
@@ -27,6 +28,7 @@ def describe_requests(
     Args:
         scheduler: knows them.
         stepping: those in the step.
+        executor: may say what these wait for.
         now: time of ``time.monotonic()``.
         is_paused: whether the engine is paused.
     """
@@ -40,7 +42,7 @@ def describe_requests(
             "owner": request.owner,
             "state": "waiting" if place else "running" if request in stepping else "paused",
             "place": place,
-            "why": _why_in_line(scheduler, is_paused) if place else _why_not_written(request, stepping),
+            "why": _why_in_line(scheduler, is_paused) if place else _why_not_written(request, stepping, executor),
             "age_s": round(now - request.arrived_at, 3),
             "prompt_tokens": request.prompt_tokens,
             "tokens": request.tokens,
@@ -67,7 +69,10 @@ def _why_in_line(scheduler: Scheduler[EngineRequest], is_paused: bool) -> str:
     return "all seats are taken"
 
 
-def _why_not_written(request: EngineRequest, stepping: Set[EngineRequest]) -> str:
+def _why_not_written(request: EngineRequest, stepping: Set[EngineRequest], executor: Executor) -> str:
     if request not in stepping:
         return "others have their turn"
+    waits_for: Callable[[int], str] | None = getattr(executor, "waits_for", None)
+    if waits_for is not None:
+        return waits_for(request.number)
     return "" if request.tokens or request.is_encoded else "before its first token"

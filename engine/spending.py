@@ -19,13 +19,16 @@ _MOSTLY = 0.5  # of the time: below it, it is not steps that make callers wait
 
 # Of each part of a step that executors tell of: what it is, and why there may be much of it.
 _PARTS = {
-    "layout": ("laying prompts out", "templates, tokens, pictures and forms of new requests; long chats have much of them"),
+    "layout": ("laying prompts out", "templates, tokens and pictures of new requests; long chats have much of them"),
     "prompts": ("reading prompts", "they are long, or many have come"),
     "answers": ("passes of the model for answers", "a token of each answer in every step, which is what steps are for"),
     "alone": ("reading answers alone", "each answer with a seed has a pass of the model for itself"),
-    "choosing": ("choosing tokens", "sampling with top_p, top_k or penalties, logprobs, and the masks of forms"),
+    "choosing": ("choosing tokens", "sampling with top_p, top_k or penalties, and logprobs; each answer pays for its own"),
     "embedding": ("embedding texts and pictures", "there are many inputs, or long ones"),
+    "waiting": ("waiting for prompts and forms", "all that runs is being prepared beside the steps"),
 }
+_FORMS = "forms"  # beside the steps, by other threads
+_MUCH = 0.25  # of a processor, from which forms are named
 _REST = "other work of steps", "the executor does not say what it is"
 
 
@@ -72,14 +75,21 @@ class Spending:
                     spent[part] += seconds
         steps = spent.pop(_STEPS, 0.0)
         over_s = max(now - max(first, self._began), steps, 0.001)  # a step counts where it ends, also if it began before
+        forms = spent.pop(_FORMS, 0.0) / over_s
         shares = [_Share(seconds / over_s, *_PARTS.get(part, (part, ""))) for part, seconds in spent.items()]
         shares.append(_Share(max(0.0, steps - sum(spent.values())) / over_s, *_REST))
         shares.sort(key=lambda share: -share.share)
+        cause = _cause(over_s, steps / over_s, shares[0], sorted(steps_s))
+        if forms >= _MUCH:
+            cause += (
+                f" Beside steps, forms took {forms:.0%} of a processor: new ones are tried and compiled, or dear to look up."
+            )
+        shares.append(_Share(forms, "forms, beside the steps", ""))
         return {
             "over_s": round(over_s, 3),
             "steps": round(steps / over_s, 4),
             "parts": [{"what": each.what, "share": round(each.share, 4)} for each in shares if each.share >= _SEEN],
-            "cause": _cause(over_s, steps / over_s, shares[0], sorted(steps_s)),
+            "cause": cause,
         }
 
 

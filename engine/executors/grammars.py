@@ -144,7 +144,7 @@ class Grammar:
 class Grammars:
     """The grammars of answers: of those that wait for theirs, and of those that are written.
 
-    All methods are called from one thread.
+    All methods but one are called from one thread.
 
     Args:
         checkpoint: the model.
@@ -197,6 +197,10 @@ class Grammars:
             raise ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(str(error))
         self._given[request_id] = compiled.result()
         return self._given[request_id]
+
+    def is_preparing(self, request_id: int) -> bool:
+        """Whether a request's form is tried, or compiled. From any thread."""
+        return request_id in self._tried or request_id in self._compiled
 
     def take_seconds(self, request_id: int) -> float:
         """Returns how many seconds of a processor a request has taken since this was asked last."""

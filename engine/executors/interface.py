@@ -132,7 +132,9 @@ class Executor(Protocol):
     The tensors of a payload are views of the slab: read them only while the payload is handed in, never write to them, and copy
     tensors that you need for longer. Any public method beside these can be called by
     :meth:`shmring.engine.client.EngineClient.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its
-    own. An attribute ``spent_s``, if there is one, says for operators what steps were spent on so far: seconds by part.
+    own. For operators, an attribute ``spent_s``, if there is one, says what steps were spent on so far: seconds by part. And a
+    method ``waits_for``, if there is one, says in a few words what a request of the step waits for, by its ``request_id``, or
+    nothing. It is called from the event loop, while a step may be running.
     """
 
     def describe(self) -> ModelDescription:

@@ -297,8 +297,10 @@ class TransformersExecutor:
         self._lone_turns = itertools.count(1)
         self._token_s = _IDLE_S / _IDLE_TOKENS  # of a token, in the last pass of many
         #: What steps were spent on so far, in seconds: laying prompts out, passes of the model for prompts, for answers, and
-        #: for answers that are read alone; choosing tokens; embedding.
-        self.spent_s = dict.fromkeys(("layout", "prompts", "answers", "alone", "choosing", "embedding"), 0.0)
+        #: for answers that are read alone; choosing tokens; embedding; waiting for what is prepared beside them. And what other
+        #: threads spent on forms.
+        parts = ("layout", "prompts", "answers", "alone", "choosing", "embedding", "waiting", "forms")
+        self.spent_s = dict.fromkeys(parts, 0.0)
         self._embedder: Embedder | None = None
         if self._model.can_read:
             self._embedder = Embedder(self._prompts, self._model, settings.pooling, self._checkpoint.max_model_len)
@@ -365,15 +367,25 @@ class TransformersExecutor:
                 outputs[part.request_id] = RuntimeError(f"request {part.request_id} goes on, and was not begun")
         self._enter(outputs, is_idle=not to_encode)
         self._advance(outputs, {part.request_id: part.answers for part in batch})
-        began = time.perf_counter()
-        outputs.update(self._line.execute(to_encode))
-        self.spent_s["embedding"] += time.perf_counter() - began
+        with self._spending("embedding"):
+            outputs.update(self._line.execute(to_encode))
         for request_id, output in outputs.items():
             if (grammars_s := self._grammars.take_seconds(request_id)) > 0:
-                self._taken[request_id] += grammars_s
+                self._take(request_id, "forms", grammars_s)
             if isinstance(output, Exception) or output.finished:
                 self.forget(request_id)
         return [self._priced(part.request_id, outputs[part.request_id]) for part in batch]
+
+    def waits_for(self, request_id: int) -> str:
+        """Says what a request of the step waits for; nothing, if its answer is being written. From any thread."""
+        if self._grammars.is_preparing(request_id):
+            return "its form is prepared"
+        if request_id in self._preparing:
+            return "its prompt is prepared"
+        answers = self._answers.get(request_id, [])
+        if any(answer.logits is not None for answer in answers):
+            return "its form is looked up"
+        return "its prompt is read" if any(answer.context.prompt is not None for answer in answers) else ""
 
     @contextlib.contextmanager
     def _taking(self, request_id: int, part: str) -> Iterator[None]:
@@ -383,6 +395,14 @@ class TransformersExecutor:
             yield
         finally:
             self._take(request_id, part, time.perf_counter() - began)
+
+    @contextlib.contextmanager
+    def _spending(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent_s[part] += time.perf_counter() - began
 
     def _take(self, request_id: int, part: str, seconds: float) -> None:
         self._taken[request_id] += seconds
@@ -469,9 +489,11 @@ class TransformersExecutor:
     def _enter(self, outputs: dict[int, StepOutput | Exception], *, is_idle: bool) -> None:
         """Takes the prompts that are ready by now; waits for one a little if there is nothing else to do."""
         if is_idle and outputs and all(output is _WAITS for output in outputs.values()):
-            self._grammars.wait(LOOKING_S)
+            with self._spending("waiting"):
+                self._grammars.wait(LOOKING_S)
         if is_idle and not any(self._answers.get(request_id) for request_id in outputs):
-            self._preparing.wait(outputs)
+            with self._spending("waiting"):
+                self._preparing.wait(outputs)
         for request_id in [request_id for request_id, output in outputs.items() if output is _GOES_ON]:
             try:
                 prepared = self._preparing.take(request_id)
@@ -530,7 +552,8 @@ class TransformersExecutor:
                 self._taken[answer.request_id] += token_s * pieces[answer]
             chosen += [(answer, row) for answer, row in zip(answers, logits, strict=True) if row is not None]
         if chosen and not pieces and not any(answer.is_ready() for answer, _ in chosen):
-            self._grammars.wait(LOOKING_S)
+            with self._spending("waiting"):
+                self._grammars.wait(LOOKING_S)
         chosen = self._those_ready(chosen)
         twins: list[tuple[_Answer, torch.Tensor]] = []
         for answer, row in chosen:

@@ -226,6 +226,7 @@ def test_a_form_that_takes_too_long_is_given_up_and_nobody_waits_for_it(executor
     formed = ask(structure=StructuredOutputsParams(choice=["quick"]))
     assert told(executor, formed) == ("quick", "stop")
     assert 8 in executor._grammars._tried, "it is still being tried"
+    assert executor.waits_for(8) == "its form is prepared"
     outcome: Any = None
     while not isinstance(outcome, Exception):
         (outcome,) = executor.execute([StepInput(8, hostile)])
@@ -271,6 +272,7 @@ def test_an_answer_waits_alone_for_its_next_tokens(executor: TransformersExecuto
         [waiting, written] = executor.execute([StepInput(1, None), StepInput(2, None)])
         assert waiting.reply is None  # type: ignore[union-attr]
         assert not written.finished  # type: ignore[union-attr]
+        assert [executor.waits_for(number) for number in (1, 2)] == ["its form is looked up", ""]
     assert executor.execute([StepInput(1, None), StepInput(2, None)])[1].finished  # type: ignore[union-attr]
     go_on.set()
     while not output.finished:  # type: ignore[union-attr]
@@ -307,10 +309,12 @@ def test_a_form_is_paid_for_by_the_request_that_has_it_tried(executor: Transform
 def test_a_request_that_fails_has_paid_for_its_trial(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials._TrialProcess, "run", lambda *_: ("too much", 1000.0))
     hostile, paid_s = ask(structure=StructuredOutputsParams(regex="dear")), 0.0
+    before = executor.spent_s["forms"]
     while not isinstance(output := executor.execute([StepInput(1, hostile)])[0], Exception):
         paid_s += output.seconds
     assert isinstance(output, ValueError)
     assert paid_s >= 1000
+    assert executor.spent_s["forms"] >= before + 1000
 
 
 def test_a_lexer_that_is_used_up_is_made_anew(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def test_shares_are_of_the_last_ten_seconds_and_the_greatest_comes_first() -> No
     assert [part["share"] for part in told["parts"]] == pytest.approx([0.5, 0.1], abs=0.01)
     assert told["cause"] == (
         "Steps ran 61% of the time, and half of the last steps took 60 ms or more. The greatest part is choosing tokens "
-        "(51% of the time): sampling with top_p, top_k or penalties, logprobs, and the masks of forms."
+        "(51% of the time): sampling with top_p, top_k or penalties, and logprobs; each answer pays for its own."
     )
     assert spending.describe(1031.9, [0.06])["cause"] == "The engine had nothing to do in the last 10 s."
 
@@ -60,3 +60,15 @@ def test_an_engine_with_room_says_so_and_one_that_tells_no_parts_too() -> None:
     assert [part["what"] for part in told["parts"]] == ["drafting", "other work of steps"]
     assert [part["share"] for part in told["parts"]] == pytest.approx([4 / 9, 2 / 9], abs=0.001)
     assert told["cause"].endswith("The greatest part is drafting (44% of the time).")
+
+
+def test_forms_are_worked_on_beside_the_steps() -> None:
+    spending = Spending(0.0)
+    spending.note(9.5, 9.0, {"waiting": 9.0, "forms": 4.75})
+    told = spending.describe(9.5, [0.01])
+    assert [part["what"] for part in told["parts"]] == ["waiting for prompts and forms", "forms, beside the steps"]
+    assert told["steps"] == pytest.approx(9 / 9.5, abs=0.001)
+    assert told["cause"].endswith(
+        "waiting for prompts and forms (95% of the time): all that runs is being prepared beside the steps. "
+        "Beside steps, forms took 50% of a processor: new ones are tried and compiled, or dear to look up."
+    )
