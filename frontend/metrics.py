@@ -5,7 +5,7 @@ times a second, and for each scrape, :class:`FrontendMetrics` takes over what ha
 would take ten microseconds of each request.
 
 Several frontends share one port, so a scrape may reach any of them. Under the supervisor, ``prometheus_client`` therefore
-runs in its multi-process mode (files in ``PROMETHEUS_MULTIPROC_DIR``), and each frontend answers for all. For each scrape,
+runs in its multi-process mode (:mod:`shmring.frontend.number_files`), and each frontend answers for all. For each scrape,
 the engines' numbers are fetched. Of several engines, all of this has the label ``engine``.
 """
 
@@ -33,6 +33,7 @@ from shmring.engine.logs import dropped_lines
 from shmring.frontend.counted import COUNTED, Counted
 from shmring.frontend.intake import IntakeStatistics
 from shmring.frontend.key_usage import KeyStatistics
+from shmring.frontend.number_files import DIRECTORY_VARIABLE
 
 __all__ = ["AnswerStatistics", "EngineNumbers", "FrontendMetrics", "HttpStatistics", "ProcessStatistics"]
 
@@ -215,7 +216,7 @@ class FrontendMetrics:
 
     def _render(self, engine_numbers: Mapping[str, EngineNumbers | None]) -> bytes:
         registry = self.registry
-        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        if DIRECTORY_VARIABLE in os.environ:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # it ships no annotation for this
         engine = CollectorRegistry()

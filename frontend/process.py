@@ -26,6 +26,7 @@ from shmring.frontend.app import create_app
 from shmring.frontend.key_usage import UsageTable
 from shmring.frontend.listening import listen, place_of, repeated
 from shmring.frontend.malloc import make_malloc_return_memory
+from shmring.frontend.number_files import DIRECTORY_VARIABLE
 from shmring.frontend.server import Server
 from shmring.frontend.settings import ProcessSettings, frontend_name
 
@@ -116,5 +117,5 @@ def _listening(settings: ProcessSettings) -> socket.socket:
 
 def _orphaned() -> None:
     # The supervisor made it, and can't remove it any more; the first frontend that ends removes it.
-    shutil.rmtree(os.environ.get("PROMETHEUS_MULTIPROC_DIR", ""), ignore_errors=True)
+    shutil.rmtree(os.environ.get(DIRECTORY_VARIABLE, ""), ignore_errors=True)
     signal.raise_signal(signal.SIGTERM)

@@ -66,6 +66,7 @@ from shmring.frontend.child import Child, end_children
 from shmring.frontend.listening import listen, place_of, url_of
 from shmring.frontend.liveness import EngineLife, Life, answering
 from shmring.frontend.memory_checks import describe_kill, memory_checks, oom_kills
+from shmring.frontend.number_files import DIRECTORY_VARIABLE
 from shmring.frontend.settings import ProcessSettings
 from shmring.memory.available import lack_of_memory
 from shmring.memory.limits import check_open_files
@@ -254,15 +255,21 @@ def _disk() -> str:
 
 
 @contextlib.contextmanager
-def _metrics_directory() -> Iterator[str]:
-    """A directory for the frontends' counters. Removes those of supervisors that were killed.
+def _metrics_directory() -> Iterator[str | None]:
+    """A directory for the frontends' counters; None if the disk takes none. Removes those of supervisors that were killed.
 
     It is locked for as long as this process lives: supervisors in several containers may share the disk, and do not see each
     other's pids.
     """
-    place = Path(_disk())
-    _sweep_metrics(place)
-    with tempfile.TemporaryDirectory(prefix=f"{_METRICS_PREFIX}{os.getpid()}-", dir=place) as directory:
+    try:
+        place = Path(_disk())
+        _sweep_metrics(place)
+        temporary = tempfile.TemporaryDirectory(prefix=f"{_METRICS_PREFIX}{os.getpid()}-", dir=place)
+    except OSError as error:
+        _say(f"no directory for numbers can be made, so each frontend's /metrics shows its own: {error.strerror or error}")
+        yield None
+        return
+    with temporary as directory:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -294,7 +301,7 @@ class _Supervisor:
     """See the head of this file."""
 
     def __init__(
-        self, options: ServeOptions, listening: socket.socket, metrics_dir: str, probed: socket.socket | None = None
+        self, options: ServeOptions, listening: socket.socket, metrics_dir: str | None, probed: socket.socket | None = None
     ) -> None:
         self._options = options
         self._listening = listening
@@ -552,7 +559,8 @@ class _Supervisor:
                 raise ServeError(self._describe_end(child, " before it was ready"))
             self._inform_frontends()
             # Or its gauges would stay in the sums for ever.
-            await asyncio.to_thread(_forget_gauges, child.pid, self._metrics_dir)
+            if self._metrics_dir is not None:
+                await asyncio.to_thread(_forget_gauges, child.pid, self._metrics_dir)
             await pause.before_another(child)
             self._restarts[index] += not child.ended_in_order
 
@@ -574,7 +582,7 @@ class _Supervisor:
             self._frontend_command(),
             msgspec.json.encode(Orders(self._options.heartbeat_s, settings)) + b"\n",
             pass_fds=fds,
-            environment={"PROMETHEUS_MULTIPROC_DIR": self._metrics_dir},
+            environment={} if self._metrics_dir is None else {DIRECTORY_VARIABLE: self._metrics_dir},
         )
         self._frontends[index] = child
         try:

@@ -147,6 +147,7 @@ def test_what_killed_supervisors_left_is_removed_and_nothing_else(tmp_path: Path
     fd = os.open(locked, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with supervisor._metrics_directory() as ours:
+        assert ours is not None
         assert Path(ours).parent == tmp_path
         assert set(tmp_path.iterdir()) == {locked, living, plain, foreign, file, Path(ours)}
         os.close(fd)
@@ -155,9 +156,22 @@ def test_what_killed_supervisors_left_is_removed_and_nothing_else(tmp_path: Path
     assert not Path(ours).exists()
 
 
+def test_a_disk_that_takes_no_directory_for_numbers_keeps_no_server_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with supervisor._metrics_directory() as ours:
+        assert ours is None
+    said = (
+        "shmring: no directory for numbers can be made, so each frontend's /metrics shows its own: No such file or directory\n"
+    )
+    assert capsys.readouterr().err == said
+
+
 def test_a_running_supervisor_s_directory_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with supervisor._metrics_directory() as ours:
+        assert ours is not None
         fd = os.open(ours, os.O_RDONLY)
         with pytest.raises(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
