@@ -20,6 +20,15 @@ from shmring.engine.protocol import ChatMessage, GenerateRequest, Medium, Medium
 __all__ = ["CallersTexts", "count_characters", "find_variables", "media_in_order", "tool_fields"]
 
 
+# What takes as long as so many characters of a text, measured: a message is laid out and cleaned, a call is read from JSON and
+# written as JSON, and so is each value.
+_OF_MESSAGE = 80
+_OF_PART = 2
+_OF_CALL = 160
+_OF_VALUE = 16
+_ENOUGH = 64 << 10  # several times what fits a step
+
+
 class CallersTexts:
     """Checks the texts of requests.
 
@@ -68,12 +77,12 @@ class CallersTexts:
             raise ValueError("a conversation has at least one message")
         if not self._has_template:
             raise ValueError(f"the model {self._name!r} has no chat template, so it can't be asked in messages")
-        texts = (part.text for message in request.messages for part in message.parts if isinstance(part, TextPart))
+        self.check_length(request)
         further = [str(value) for value in (request.tools, request.template_options) if value]
         for message in request.messages:
             further += [text for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
             further.append(message.tool_call_id or "")
-        self.check_characters(sum(map(len, texts)) + sum(map(len, further)), request.sampling.max_tokens)
+        self.check_characters(_length_of(request) + sum(map(len, further)), request.sampling.max_tokens)
         if not self._sanitizes:
             for message in request.messages:
                 for text in [message.role, *(part.text for part in message.parts if isinstance(part, TextPart))]:
@@ -86,6 +95,17 @@ class CallersTexts:
         for variable in request.template_options:
             if variable not in self._variables:
                 raise ValueError(f"the chat template of the model {self._name!r} has no variable {variable!r}")
+
+    def check_length(self, request: GenerateRequest) -> None:
+        """Checks a request by how many messages and characters it has: any template writes a token for a message at least.
+
+        Raises:
+            ContextLengthError: it is too long, whatever tokens it is made of.
+        """
+        max_tokens = request.sampling.max_tokens
+        if len(request.messages) > self._max_model_len:
+            raise ContextLengthError(len(request.messages), max_tokens, self._max_model_len, estimated=True)
+        self.check_characters(_length_of(request), max_tokens)
 
     def check_characters(self, characters: int, max_tokens: int | None) -> None:
         """Checks a text by its length.
@@ -156,12 +176,40 @@ class CallersTexts:
                 self._refuse_control_tokens_in(item)
 
 
+def _length_of(request: GenerateRequest) -> int:
+    """Returns how many characters the texts of a request have."""
+    if request.prompt is not None:
+        return len(request.prompt) if isinstance(request.prompt, str) else 0
+    return sum(len(part.text) for message in request.messages for part in message.parts if isinstance(part, TextPart))
+
+
 def count_characters(request: GenerateRequest) -> int:
-    """Returns how many characters a request has; of a prompt in tokens, how many these are."""
-    count = len(request.prompt or ()) + sum(len(str(value)) for value in (request.tools, request.template_options) if value)
+    """Returns how many characters a text has that takes as long as a request does, to be laid out and made into tokens.
+
+    A template walks through more than texts: messages, calls, tools, values in one another. Counting stops when it is enough.
+    """
+    count = len(request.prompt or ())
     for message in request.messages:
-        count += sum(len(part.text) for part in message.parts if isinstance(part, TextPart))
-        count += sum(len(call.arguments) for call in message.tool_calls)
+        count += _OF_MESSAGE + len(message.role) + len(message.tool_call_id or "")
+        count += sum(_OF_PART + (len(part.text) if isinstance(part, TextPart) else 0) for part in message.parts)
+        # Values in arguments are told by their commas: none is a step's work if they are many.
+        count += sum(
+            _OF_CALL + len(call.id) + len(call.name) + len(call.arguments) + _OF_VALUE * call.arguments.count(",")
+            for call in message.tool_calls
+        )
+        if count > _ENOUGH:
+            return count
+    left: list[Any] = [request.tools, request.template_options]
+    while left and count <= _ENOUGH:
+        value = left.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, Mapping):
+            left += [*value, *value.values()]
+            count += 2 * _OF_VALUE * len(value)
+        elif isinstance(value, list):
+            left += value
+            count += _OF_VALUE * len(value)
     return count
 
 

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from shmring.engine.protocol import MAX_CHOICES, MAX_FORM_CHARACTERS, StructuredOutputsParams
 
 __all__ = ["Form", "can_require_calls", "form_of", "form_of_calls", "quoted", "write_grammar"]
@@ -64,7 +66,7 @@ def form_of_calls(template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]
         function = tool["function"]
         before = f'{{"name": {quoted(function["name"])}, "arguments": '
         schema = (function.get("parameters") or {}) | {"type": "object", "x-guidance": _JSON_OPTIONS}
-        calls.append(f'{quoted(before)} %json {json.dumps(schema, ensure_ascii=False)} "}}"')
+        calls.append(f'{quoted(before)} %json {msgspec.json.encode(schema).decode()} "}}"')
     more = f"(BREAK? call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
     lines = [f"start: call {more}", f"call: opening BREAK? ({' | '.join(calls)}) BREAK? closing", 'BREAK: "\\n"']
     return _checked(("calls", json.dumps([*marks, "\n".join(lines)])))

@@ -174,6 +174,8 @@ class Grammars:
             OverloadedError: the trial of the form had no turn on a busy machine.
             RuntimeError: the form can't be tried or compiled.
         """
+        if (given := self._given.get(request_id)) is not None:
+            return given
         if (compiled := self._compiled.get(request_id)) is None:
             if request_id not in self._tried:
                 form = make_form()

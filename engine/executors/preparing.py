@@ -2,7 +2,7 @@
 
 Short texts are made into tokens within a step, as many as take some ten milliseconds; further requests come again. Media have
 a thread of their own, and so do long texts. Both do one piece of work after the other, and steps go on meanwhile. A request has
-one piece of work at a time, so those of others come between.
+one piece of work at a time, so those of others come between. Both are shared by owner (:mod:`.shared_threads`).
 
 Invariant: a request that has ended leaves nothing behind: the queue of a thread does not keep what it was to prepare.
 """
@@ -10,8 +10,11 @@ Invariant: a request that has ended leaves nothing behind: the queue of a thread
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
+
+from shmring.engine.executors.shared_threads import SharedThreads
 
 __all__ = ["LOOKING_S", "MEDIA", "TEXTS", "Preparing", "is_long", "thread_for"]
 
@@ -44,10 +47,9 @@ class Preparing(Generic[_Prepared]):
     """What is being prepared. All methods are called from one thread, that of steps."""
 
     def __init__(self) -> None:
-        self.threads = {
-            name: concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"shmring-{name}") for name in (MEDIA, TEXTS)
-        }
+        self.threads = {name: SharedThreads(1, f"shmring-{name}") for name in (MEDIA, TEXTS)}
         self._jobs: dict[int, _Job[_Prepared]] = {}  # by request
+        self._seconds: dict[int, float] = {}  # that requests have not paid for
         self._characters = 0  # of texts that this step has made into tokens
 
     def __contains__(self, request_id: int) -> bool:
@@ -61,7 +63,9 @@ class Preparing(Generic[_Prepared]):
         """Whether this step can make so many characters into tokens besides; the first ones always."""
         return not self._characters or not is_long(self._characters + characters)
 
-    def begin(self, request_id: int, work: Callable[[], _Prepared], characters: int, thread: str | None) -> None:
+    def begin(
+        self, request_id: int, work: Callable[[], _Prepared], characters: int, thread: str | None, owner: str = ""
+    ) -> None:
         """Has something prepared for a request.
 
         Args:
@@ -69,13 +73,15 @@ class Preparing(Generic[_Prepared]):
             work: prepares it, and keeps nothing else alive that is needed only for that.
             characters: of its texts.
             thread: one of the two; None: it is prepared at once.
+            owner: of the request.
         """
         job = self._jobs[request_id] = _Job(work)
         if thread is not None:
-            self.threads[thread].submit(job.run)
+            self.threads[thread].submit(owner, job.run)
             return
         self._characters += characters
         job.run()
+        job.seconds = 0.0  # the step's
 
     def take(self, request_id: int) -> _Prepared | None:
         """Returns what was prepared for a request; None if nothing is ready.
@@ -85,7 +91,13 @@ class Preparing(Generic[_Prepared]):
         """
         if request_id not in self._jobs or not self._jobs[request_id].future.done():
             return None
-        return self._jobs.pop(request_id).future.result()
+        job = self._jobs.pop(request_id)
+        self._seconds[request_id] = self._seconds.get(request_id, 0.0) + job.seconds
+        return job.future.result()
+
+    def take_seconds(self, request_id: int) -> float:
+        """Returns how many seconds of a thread a request has taken, beside steps, since this was asked last."""
+        return self._seconds.pop(request_id, 0.0)
 
     def wait(self, request_ids: Iterable[int], others: Iterable[concurrent.futures.Future[Any]] = ()) -> None:
         """Waits a little until something is ready for one of the requests, or another future is."""
@@ -96,6 +108,7 @@ class Preparing(Generic[_Prepared]):
         """A request has ended."""
         if (job := self._jobs.pop(request_id, None)) is not None:
             job.cancel()
+        self._seconds.pop(request_id, None)
 
     def close(self) -> None:
         """All requests have ended. The threads go with this object."""
@@ -108,19 +121,25 @@ class _Job(Generic[_Prepared]):
 
     Attributes:
         future: what comes of it.
+        seconds: of a processor that it took on a thread beside steps.
     """
 
     def __init__(self, work: Callable[[], _Prepared]) -> None:
         self.future: concurrent.futures.Future[_Prepared] = concurrent.futures.Future()
         self._work = [work]  # until it has begun, or is cancelled
+        self.seconds = 0.0
 
-    def run(self) -> None:
+    def run(self) -> tuple[None, float]:
         if not self.future.set_running_or_notify_cancel():
-            return
+            return None, 0.0
+        began_s = time.thread_time()
         try:
-            self.future.set_result(self._work.pop()())
+            prepared = self._work.pop()()
+            self.seconds = time.thread_time() - began_s
+            self.future.set_result(prepared)
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is taken
             self.future.set_exception(error)
+        return None, 0.0
 
     def cancel(self) -> None:
         if self.future.cancel():

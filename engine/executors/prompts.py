@@ -197,9 +197,12 @@ class PromptBuilder:
         self._check_features([item])
         return self._build_media([item])
 
-    def check_length(self, characters: int, max_tokens: int | None) -> None:
-        """Raises ContextLengthError if so many characters are too long, whatever tokens they are made of."""
-        self._texts.check_characters(characters, max_tokens)
+    def check_length(self, length: GenerateRequest | int) -> None:
+        """Raises ContextLengthError if a request, or so many characters, are too long, whatever tokens they are made of."""
+        if isinstance(length, int):
+            self._texts.check_characters(length, None)
+        else:
+            self._texts.check_length(length)
 
     def read_text(self, text: Text) -> list[int]:
         """Returns the tokens of a text to be embedded.

@@ -298,7 +298,7 @@ class TransformersExecutor:
         self._token_s = _IDLE_S / _IDLE_TOKENS  # of a token, in the last pass of many
         #: What steps were spent on so far, in seconds: laying prompts out, passes of the model for prompts, for answers, and
         #: for answers that are read alone; choosing tokens; embedding; waiting for what is prepared beside them. And what other
-        #: threads spent on forms.
+        #: threads spent on forms, and on laying long prompts out.
         parts = ("layout", "prompts", "answers", "alone", "choosing", "embedding", "waiting", "forms")
         self.spent_s = dict.fromkeys(parts, 0.0)
         self._embedder: Embedder | None = None
@@ -370,8 +370,9 @@ class TransformersExecutor:
         with self._spending("embedding"):
             outputs.update(self._line.execute(to_encode))
         for request_id, output in outputs.items():
-            if (grammars_s := self._grammars.take_seconds(request_id)) > 0:
-                self._take(request_id, "forms", grammars_s)
+            for beside, take_seconds in (("forms", self._grammars.take_seconds), ("layout", self._preparing.take_seconds)):
+                if (beside_s := take_seconds(request_id)) > 0:
+                    self._take(request_id, beside, beside_s)
             if isinstance(output, Exception) or output.finished:
                 self.forget(request_id)
         return [self._priced(part.request_id, outputs[part.request_id]) for part in batch]
@@ -447,14 +448,13 @@ class TransformersExecutor:
             characters = count_characters(request)
             thread = thread_for(characters, has_media=bool(request.media) and self._model.flat)
             if thread is not None:
-                if not isinstance(request.prompt, list):
-                    self._prompts.check_length(characters, request.sampling.max_tokens)
+                self._prompts.check_length(request)
                 request = msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])
-            elif not (request.needs_form or self._preparing.has_room(characters)):
+            elif not self._preparing.has_room(characters):
                 outputs[request_id] = _COMES_AGAIN
                 return
             work = functools.partial(self._prepare, request, self._prompts_of[thread], grammars)
-            self._preparing.begin(request_id, work, characters, thread)
+            self._preparing.begin(request_id, work, characters, thread, request.owner)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
             outputs[request_id] = _report(error)
 
@@ -668,13 +668,13 @@ class TransformersExecutor:
             long = [(number, text) for number, text in texts if is_long(len(text.text))]
             try:
                 for _, text in long:
-                    self._prompts.check_length(len(text.text) if isinstance(text.text, str) else 0, None)
+                    self._prompts.check_length(len(text.text) if isinstance(text.text, str) else 0)
             except ContextLengthError as error:
                 outputs[request_id] = _report(error)
                 return
             self._long_inputs[request_id] = _LongInputs(deque(long))
         try:
-            is_read = self._read_texts(request_id, self._long_inputs[request_id])
+            is_read = self._read_texts(request_id, request.owner, self._long_inputs[request_id])
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
             outputs[request_id] = _report(error)
             return
@@ -686,7 +686,7 @@ class TransformersExecutor:
         else:
             to_encode[request_id] = request
 
-    def _read_texts(self, request_id: int, long: _LongInputs) -> bool:
+    def _read_texts(self, request_id: int, owner: str, long: _LongInputs) -> bool:
         """Has the next long text of a request made into tokens; returns whether all of them are."""
         if (tokens := self._preparing.take(request_id)) is not None:
             assert isinstance(tokens, Text), "nothing else is prepared for a request to encode"
@@ -695,7 +695,7 @@ class TransformersExecutor:
         if long.left and request_id not in self._preparing:
             _, text = long.left[0]
             work = functools.partial(_read_text, self._prompts_of[TEXTS], text)
-            self._preparing.begin(request_id, work, len(text.text), TEXTS)
+            self._preparing.begin(request_id, work, len(text.text), TEXTS, owner)
         return not long.left
 
     def _embed(self, items: Sequence[Text | Medium]) -> list[Encoded | Exception]:

@@ -233,7 +233,14 @@ class VllmExecutor:
         elif any(output is _WAITS for output in outputs.values()):
             trials = [request.trial.future for request in self._requests.values() if request.trial is not None]
             self._preparing.wait(outputs, trials)
-        return [outputs[part.request_id] for part in batch]
+        return [self._priced(part.request_id, outputs[part.request_id]) for part in batch]
+
+    def _priced(self, request_id: int, output: StepOutput | Exception) -> StepOutput | Exception:
+        """Returns an output that says what was prepared for the request meanwhile, in seconds."""
+        seconds = self._preparing.take_seconds(request_id)
+        if not seconds or isinstance(output, Exception):
+            return output
+        return msgspec.structs.replace(output, seconds=output.seconds + seconds)
 
     def forget(self, request_id: int) -> None:
         """Ends a request in vLLM's engine, unless it has ended."""
@@ -249,8 +256,12 @@ class VllmExecutor:
         """Has vLLM forget media, when the one that is being prepared is done."""
         reset: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._resets.append(reset)
-        self._preparing.threads[MEDIA].submit(self._reset)  # unless a medium that waits comes first, which does it, too
+        self._preparing.threads[MEDIA].submit("", self._reset_in_turn)  # unless a medium comes first, which does it, too
         reset.result()
+
+    def _reset_in_turn(self) -> tuple[None, float]:
+        self._reset()
+        return None, 0.0
 
     def _reset(self) -> None:
         """Has the media's thread do what cannot be done while it prepares a medium."""
@@ -327,7 +338,7 @@ class VllmExecutor:
         if thread is None:
             request.turn = next(self._turns)
         prepare = self._prepare_media if thread == MEDIA else self._prepare
-        self._preparing.begin(request_id, functools.partial(prepare, payload, items), cost, thread)
+        self._preparing.begin(request_id, functools.partial(prepare, payload, items), cost, thread, payload.owner)
         return True
 
     def _prepare_media(self, payload: EncodeRequest | GenerateRequest, items: Sequence[Text | Medium]) -> _Prepared:

@@ -612,5 +612,5 @@ def test_the_long_texts_of_a_request_that_was_given_up_are_made_into_tokens_no_m
     executor.execute([StepInput(1, EncodeRequest([Text("many " * 30)] * 12))])
     executor.forget(1)
     go_on.set()
-    executor._preparing.threads["texts"].submit(lambda: None).result(60)
+    executor._preparing.threads["texts"].submit("", lambda: (None, 0.0)).result(60)
     assert len(read) <= 1

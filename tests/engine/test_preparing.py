@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -109,3 +110,27 @@ def test_something_else_may_be_awaited_as_well() -> None:
     prepared.wait([1], [other])
     assert prepared.take(1) is None
     held.may_end.set()
+
+
+def test_a_thread_is_shared_by_owner_and_paid_for() -> None:
+    prepared, order = Preparing[str](), list[str]()
+    first = Held()
+
+    def note(name: str) -> str:
+        order.append(name)
+        return name
+
+    prepared.begin(0, first, 0, TEXTS, "many")
+    assert first.begun.wait(60)
+    for number in range(1, 4):
+        prepared.begin(number, functools.partial(note, f"many {number}"), 0, TEXTS, "many")
+    prepared.begin(4, functools.partial(note, "few"), 0, TEXTS, "few")
+    first.may_end.set()
+    for number in range(5):
+        while prepared.take(number) is None:
+            prepared.wait([number])
+        assert 0 < prepared.take_seconds(number) < 5
+        assert prepared.take_seconds(number) == 0
+    assert order == ["few", "many 1", "many 2", "many 3"]
+    prepared.begin(5, lambda: "in the step", 0, None)
+    assert (prepared.take(5), prepared.take_seconds(5)) == ("in the step", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import shutil
 import sys
@@ -30,6 +31,7 @@ from shmring.engine.protocol import (
     StructuredOutputsParams,
     Text,
     TextPart,
+    ToolCall,
     Video,
     Waveform,
 )
@@ -1175,7 +1177,7 @@ def test_a_step_makes_only_so_much_text_into_tokens(
     load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = load("llama")
-    monkeypatch.setattr(preparing, "_LONG_CHARACTERS", 100)
+    monkeypatch.setattr(preparing, "_LONG_CHARACTERS", 200)  # a message is as much as 80 characters
     requests = {number: ask("a" * 60, max_tokens=2, ignore_eos=True) for number in range(4)}
     outputs = executor.execute([StepInput(number, request) for number, request in requests.items()])
     assert [output.keep_inputs for output in outputs] == [False, True, True, True]  # type: ignore[union-attr]
@@ -1183,6 +1185,48 @@ def test_a_step_makes_only_so_much_text_into_tokens(
         executor.forget(number)
     answers = run(executor, requests)
     assert [len(tokens_of(answers[number])) for number in requests] == [2] * 4
+
+
+@for_each(
+    "request_of",
+    [
+        lambda: GenerateRequest([ChatMessage("user", []) for _ in range(400)]),
+        lambda: GenerateRequest([ChatMessage("user", [TextPart("") for _ in range(8192)])]),
+        lambda: GenerateRequest([ChatMessage("r" * 17_000, [TextPart("")])]),
+        lambda: GenerateRequest([ChatMessage("tool", [TextPart("")], tool_call_id="c" * 17_000)]),
+        lambda: GenerateRequest([ChatMessage("assistant", [], tool_calls=[ToolCall("f", "{}") for _ in range(200)])]),
+        lambda: GenerateRequest([ChatMessage("assistant", [], tool_calls=[ToolCall("f", json.dumps({"a": [1] * 1100}))])]),
+        lambda: GenerateRequest(ask("Hi").messages, tools=[{"function": {"parameters": {"enum": [1] * 1100}}}]),
+        lambda: GenerateRequest(ask("Hi").messages, template_options={"a": {str(number): {} for number in range(500)}}),
+    ],
+)
+def test_what_is_dear_to_lay_out_is_laid_out_beside_steps(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch, request_of: Callable[[], GenerateRequest]
+) -> None:
+    threads: list[str] = []
+
+    def build(request: GenerateRequest) -> Any:
+        threads.append(threading.current_thread().name.rpartition("_")[0])
+        raise ValueError("it is not looked at")
+
+    for prompts in executor._prompts_of.values():
+        monkeypatch.setattr(prompts, "build", build)
+    with pytest.raises(ValueError, match="it is not looked at"):
+        answer(executor, request_of())
+    assert threads == ["shmring-texts"]
+
+
+def test_more_messages_than_tokens_that_the_model_reads_are_refused_before_they_are_laid_out(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = executor._checkpoint.max_model_len
+    for prompts in executor._prompts_of.values():
+        monkeypatch.setattr(prompts, "_lay_out", None)
+    for text in ("", "Hi"):
+        requests = [GenerateRequest([ChatMessage("user", [TextPart(text)]) for _ in range(length + 1)]) for _ in range(16)]
+        outputs = executor.execute([StepInput(number, request) for number, request in enumerate(requests)])
+        assert {type(output) for output in outputs} == {ContextLengthError}
+        assert f"at least {length + 1} tokens" in str(outputs[0])
 
 
 def test_several_answers_without_a_seed_share_steps(executor: TransformersExecutor) -> None:
