@@ -31,7 +31,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -158,6 +158,13 @@ class _Request:
     embeddings: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     names: list[str] = dataclasses.field(default_factory=list)
 
+    @property
+    def weight(self) -> int:
+        """About what it takes of a step: tokens. A prompt is read in one or several, and its request pays in each of them."""
+        if any(answer.completion_tokens for answer in self.answers):
+            return sum(not answer.ended for answer in self.answers)
+        return self.prompt_tokens
+
 
 class VllmExecutor:
     """Answers conversations and embeds with vLLM.
@@ -229,7 +236,10 @@ class VllmExecutor:
                 self.forget(part.request_id)
                 outputs[part.request_id] = _report(error)
         if self._engine.has_unfinished_requests():
+            weights = {number: request.weight for number, request in self._requests.items() if request.names}
+            began = time.perf_counter()
             outputs |= self._step()
+            outputs |= _shared(outputs, weights, time.perf_counter() - began)
         elif any(output is _WAITS for output in outputs.values()):
             trials = [request.trial.future for request in self._requests.values() if request.trial is not None]
             self._preparing.wait(outputs, trials)
@@ -403,6 +413,18 @@ class VllmExecutor:
             if isinstance(result, Exception) or result.finished:
                 self.forget(request_id)
         return outputs
+
+
+def _shared(
+    outputs: Mapping[int, StepOutput | Exception], weights: Mapping[int, int], seconds: float
+) -> dict[int, StepOutput | Exception]:
+    """Returns the outputs of requests with what they took of a step."""
+    whole = max(1, sum(weights.values()))
+    return {
+        number: msgspec.structs.replace(output, seconds=seconds * weight / whole)
+        for number, weight in weights.items()
+        if isinstance(output := outputs.get(number), StepOutput)
+    }
 
 
 def _replies(request: _Request, output: Any) -> list[GenerateReply]:
