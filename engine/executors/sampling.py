@@ -269,7 +269,7 @@ class Sampler:
         if tokens is not None:
             scores = scores[tokens]
         weights: _Row = torch.softmax(torch.from_numpy(scores), 0).numpy()
-        if math.isnan(weights[0]):  # all scores are minus infinity
+        if not len(weights) or math.isnan(weights[0]):  # all scores are minus infinity
             return np.ones(1, np.float32), None
         if params.top_k <= 0 and params.top_p == 1 and params.min_p == 0:
             return weights, tokens
@@ -308,7 +308,7 @@ def _partition(weights: _Row, place: int) -> _Row:
 
 
 def _shortlist(numbers: _Row, count: int) -> _Indices | None:
-    """Returns where the so many greatest numbers and those equal to the last of them are, among few others.
+    """Returns where the so many greatest numbers are, and those equal to the last of them, and few others. Minus infinity is none.
 
     None: anywhere, since they are too many, or not less than 1.
     """
@@ -316,7 +316,7 @@ def _shortlist(numbers: _Row, count: int) -> _Indices | None:
     if not 0 < count <= min(columns, _MAX_LIKELIEST):
         return None
     greatest = numbers[: columns * _STRIDE].reshape(_STRIDE, columns).max(axis=0)
-    least = np.partition(greatest, columns - count)[columns - count]
+    least = max(np.partition(greatest, columns - count)[columns - count], np.finfo(np.float32).min)
     of_columns = np.arange(_STRIDE)[:, np.newaxis] * columns + np.flatnonzero(greatest >= least)
     places = np.concatenate([of_columns.ravel(), np.arange(columns * _STRIDE, len(numbers))])
     found: _Indices = places[numbers[places] >= least]
@@ -365,7 +365,7 @@ def find_likeliest(logits: torch.Tensor, token: int, count: int) -> tuple[float,
     Args:
         logits: shape (vocabulary,), as the model made them, float32, on the CPU.
         token: that was chosen.
-        count: of the others.
+        count: of the others; those without any probability may be missing.
     """
     row: _Row = logits.numpy()
     tokens = _shortlist(row, count)

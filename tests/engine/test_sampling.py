@@ -449,6 +449,22 @@ def test_an_answer_that_can_not_go_on_fails_alone() -> None:
         assert text in str(error)
 
 
+@for_each("vocabulary", [40, 20_000])
+@for_each("params", [{}, {"top_k": 20}, {"top_k": 1100}, {"top_k": 15_000}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_where_few_tokens_may_be_next_one_of_them_is_chosen(vocabulary: int, params: dict[str, Any]) -> None:
+    class Allowed:
+        def restrict(self, scores: Any) -> None:
+            scores[np.setdiff1d(np.arange(vocabulary), tokens)] = -math.inf
+
+    logits = logits_of(vocabulary, 4.0, 1)
+    for tokens in ([3], [1, 37], [0, 5, 39]):
+        sampler = Sampler(SamplingParams(seed=2, temperature=4.0, **params))
+        assert {sampler.choose(logits, Allowed()) for _ in range(9)} <= set(tokens)  # type: ignore[arg-type]
+    tokens = []
+    with pytest.raises(RuntimeError, match="no token can be chosen"):
+        sampler.choose(logits, Allowed())  # type: ignore[arg-type]
+
+
 @for_each("temperature", [0, 1e-3, 1.0])
 def test_penalties_and_logits_beyond_float32_are_no_problem(temperature: float) -> None:
     """Scores of the prompt's tokens 0 and 1 come to minus and plus infinity, or to 0."""
