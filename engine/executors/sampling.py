@@ -308,7 +308,7 @@ def _partition(weights: _Row, place: int) -> _Row:
 
 
 def _shortlist(numbers: _Row, count: int) -> _Indices | None:
-    """Returns where the so many greatest numbers are, and those equal to the last of them, and few others. Minus infinity is none.
+    """Returns where the so many greatest numbers are, those equal to the last of them, and few others; but no minus infinity.
 
     None: anywhere, since they are too many, or not less than 1.
     """
