@@ -13,13 +13,14 @@ import click
 
 from shmring.core.loggers import logger_of
 from shmring.door import parse_nbytes
-from shmring.engine.logs import configure_logging
+from shmring.engine.logs import configure_logging, ending
 from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD, warn_of_variables
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
 from shmring.engine.settings import EngineSettings
 from shmring.engine.supervision import SupervisorLink
 from shmring.memory.available import lack_of_memory
 from shmring.memory.limits import check_open_files
+from shmring.transport.listener import make_directory, socket_path
 
 __all__ = ["main"]
 
@@ -49,11 +50,12 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
         click.echo(f"shmring engine: {notice}", err=True)
     logger.info("%s is starting: executor %s, model %s", settings.name, settings.executor, settings.model)
     if link is None and (lack := lack_of_memory(parse_nbytes(settings.ring.slab_nbytes), option="--slab-nbytes")):
-        raise SystemExit(f"shmring engine: {lack}")  # before a model is loaded; the supervisor looks at all slabs together
+        raise ending(f"shmring engine: {lack}")  # before a model is loaded; the supervisor looks at all slabs together
     try:
+        make_directory(socket_path(settings.name, settings.ring.socket_dir).parent)
         check_open_files(_OPEN_FILES, "shmring engine")
-    except OSError as error:
-        raise SystemExit(f"shmring engine: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise ending(f"shmring engine: {getattr(error, 'strerror', None) or error}") from None
     from shmring.engine.process import run  # imports torch, which takes seconds
 
     run(settings, link)

@@ -8,6 +8,10 @@ server's own faults, and all of them are written; so is everything at the level 
 Texts must therefore be constants, with what differs (who, why) as arguments, and errors that a peer can provoke at will are
 warnings. Only the log of accesses (``--access-log``) has a line for each request.
 
+With ``--log-format json``, all that Python writes to standard output and standard error becomes such lines: what tells the user
+how the start goes, last messages, and what libraries print. Warnings, and errors that nobody caught, are lines of the log in
+either format. Only what is written in C stays as it is: stacks on SIGUSR1, and the words of a crash.
+
 No line waits for whoever reads the log (:mod:`shmring.engine.log_writer`).
 
 A line that concerns a request ends with its name (``X-Request-Id``). Code that works for a request need not say it: a frontend
@@ -20,6 +24,7 @@ import atexit
 import contextlib
 import dataclasses
 import faulthandler
+import io
 import json
 import logging
 import os
@@ -30,6 +35,7 @@ import threading
 import time
 from contextvars import ContextVar
 from datetime import datetime
+from types import TracebackType
 from typing import Any, TextIO
 
 from shmring.core.loggers import logger_of
@@ -38,13 +44,17 @@ from shmring.engine.log_writer import LineWriter
 
 __all__ = [
     "ACCESS",
+    "OUTPUT",
     "CollapsingHandler",
     "JsonFormatter",
     "PrintableFormatter",
     "concerned",
     "configure_logging",
     "dropped_lines",
+    "ending",
     "finish_logging",
+    "log_format_of_this_process",
+    "log_in_one_thread",
     "stacks_on_signal",
 ]
 
@@ -52,6 +62,9 @@ logger = logger_of("shmring.log")
 
 #: The logger of accesses.
 ACCESS = "shmring.frontend.access"
+
+#: The name that lines of what is printed have, where they are JSON.
+OUTPUT = "shmring.output"
 
 #: The name of the request that the running code works for; of a step, the names of its requests. Empty: none.
 concerned: ContextVar[str] = ContextVar("concerned", default="")
@@ -61,7 +74,10 @@ _LAST_WORDS_S = 1.0  # for what a process that ends has written last; nobody may
 _INTERVAL_S = 10.0
 _MAX_KINDS = 256  # the sources have some fifty kinds; a text that is no constant would make any number of them
 
+_MAX_PRINTED_CHARACTERS = 1 << 16  # of a line that does not end
+
 _writers: list[LineWriter] = []
+_format = "text"
 
 
 def configure_logging(level: str, process: str, log_format: str = "text") -> None:
@@ -73,8 +89,13 @@ def configure_logging(level: str, process: str, log_format: str = "text") -> Non
         process: what it is, for each line: ``engine``, ``frontend`` or ``supervisor``.
         log_format: ``text`` or ``json``.
     """
+    global _format
+    _format = log_format
     for fd, name in ((_STDOUT_FD, "stdout"), (_STDERR_FD, "stderr")):
         stream = getattr(sys, name)
+        if isinstance(stream, _Printed):  # this is the second call
+            setattr(sys, name, stream.stream)
+            continue
         if stream is not getattr(sys, f"__{name}__"):
             continue  # a program has put another one there, and means that; or this is the second call
         if stream is None:  # it was closed, and the next file that is opened would get its number
@@ -83,14 +104,71 @@ def configure_logging(level: str, process: str, log_format: str = "text") -> Non
         setattr(sys, name, _writers[-1])
     atexit.register(finish_logging)
     handler = CollapsingHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if log_format == "json" else PrintableFormatter(process))
+    handler.setFormatter(_formatter(process, log_format))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.getLogger(ACCESS).setLevel(logging.INFO)  # it has an option of its own, and no level
+    if log_format == "json":
+        sys.stdout, sys.stderr = (_Printed(stream, _formatter(process, log_format)) for stream in (sys.stdout, sys.stderr))
+    _log_what_nobody_caught()
     stacks_on_signal()
+
+
+def log_in_one_thread(process: str, log_format: str) -> None:
+    """Sets up the log of a process that forks, and may have no thread that writes. It writes little: nobody else uses it.
+
+    Args:
+        process, log_format: as of :func:`configure_logging`.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_formatter(process, log_format))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    _log_what_nobody_caught()
+
+
+def log_format_of_this_process() -> str:
+    """Returns ``text`` or ``json``, for its children."""
+    return _format
+
+
+def ending(text: str) -> SystemExit:
+    """Returns what ends the process with the exit code 1 when it is raised, and has its log say why."""
+    if not isinstance(sys.stderr, _Printed):
+        return SystemExit(text)
+    sys.stderr.write_line(text, logging.CRITICAL)
+    return SystemExit(1)
+
+
+def _formatter(process: str, log_format: str) -> logging.Formatter:
+    return JsonFormatter(process) if log_format == "json" else PrintableFormatter(process)
+
+
+def _log_what_nobody_caught() -> None:
+    """Has warnings of Python, and errors at which a thread, a destructor or the process ends, be lines of the log."""
+    logging.captureWarnings(True)
+
+    def in_process(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, Exception):
+            logger.critical("the process ends by an error that nobody caught", exc_info=(kind, error, trace))
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    def in_thread(found: threading.ExceptHookArgs) -> None:
+        if found.exc_value is not None and not isinstance(found.exc_value, SystemExit):
+            name = "" if found.thread is None else found.thread.name
+            logger.error("the thread %s has ended by an error that nobody caught", name, exc_info=found.exc_value)
+
+    def unraisable(found: sys.UnraisableHookArgs) -> None:
+        where = printable(repr(found.object))
+        logger.error("an error could not be raised: %s %s", found.err_msg or "in", where, exc_info=found.exc_value)
+
+    sys.excepthook, threading.excepthook, sys.unraisablehook = in_process, in_thread, unraisable
 
 
 def finish_logging() -> None:
     """Writes what is left, for a second at most. To be called last, before ``os._exit``; other ends call it by themselves."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, _Printed):
+            stream.write("\n")  # the end of a line that has none
     logging.shutdown()
     until_s = time.monotonic() + _LAST_WORDS_S
     for writer in _writers:
@@ -117,6 +195,55 @@ def stacks_on_signal() -> None:
         if stat.S_ISFIFO(os.fstat(fd).st_mode):
             fd = os.open(f"/proc/self/fd/{_STDERR_FD}", os.O_WRONLY | os.O_NONBLOCK)
     faulthandler.register(signal.SIGUSR1, file=fd)
+
+
+class _Printed(io.TextIOBase):
+    """A stream whose lines are written as lines of the log.
+
+    Args:
+        stream: where they go.
+        formatter: makes them.
+
+    Attributes:
+        stream: see above.
+    """
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
+        self.stream = stream
+        self._formatter = formatter
+        self._begun = ""
+        self._lock = threading.RLock()
+
+    def write(self, text: str) -> int:
+        """Writes the lines of a text, and keeps the beginning of the last one until its end comes."""
+        with self._lock:
+            *lines, self._begun = (self._begun + text).split("\n")
+            if len(self._begun) > _MAX_PRINTED_CHARACTERS:
+                lines, self._begun = [*lines, self._begun], ""
+            for line in lines:
+                if shown := line.rstrip().rpartition("\r")[2]:  # a bar of progress is written over itself
+                    self.write_line(shown, logging.INFO)
+        return len(text)
+
+    def flush(self) -> None:
+        """Hands on what is written. A line without an end waits for it."""
+        self.stream.flush()
+
+    def write_line(self, text: str, level: int) -> None:
+        """Writes a line of the log."""
+        record = logging.LogRecord(OUTPUT, level, __file__, 0, text, None, None)
+        self.stream.write(self._formatter.format(record) + "\n")
+
+    def fileno(self) -> int:
+        """Returns the descriptor, for what writes in C."""
+        return self.stream.fileno()
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return self.stream.isatty()
 
 
 class PrintableFormatter(logging.Formatter):

@@ -21,7 +21,7 @@ from shmring.core.loggers import logger_of
 from shmring.engine.core import EngineCore, ServerFacts
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
-from shmring.engine.logs import finish_logging
+from shmring.engine.logs import ending, finish_logging
 from shmring.engine.settings import EngineSettings, server_name
 from shmring.engine.supervision import Stop, SupervisorLink, seldom_look_for_garbage
 from shmring.engine.tracing import start_tracing, stop_tracing
@@ -50,7 +50,7 @@ def run(settings: EngineSettings, link: SupervisorLink | None = None) -> NoRetur
         start_tracing(settings.otlp_traces_endpoint, f"engine {settings.name}")
         uvloop.run(_serve(settings, link))
     except (shmring.ShmringError, ExecutorDeadError, ImportError, OSError, ValueError, TypeError) as error:
-        raise SystemExit(f"shmring engine: {error}") from None
+        raise ending(f"shmring engine: {error}") from None
     finally:
         stop_tracing()
     _leave()
@@ -68,8 +68,10 @@ def _leave_cores_to_others(engines: int) -> None:
 
 def _leave() -> NoReturn:
     """Ends the process without unloading torch, which takes most of a second. Everything of ours is closed by now."""
-    finish_logging()
-    os._exit(0)
+    try:
+        finish_logging()
+    finally:  # also where the log has failed
+        os._exit(0)
 
 
 async def _serve(settings: EngineSettings, link: SupervisorLink | None) -> None:
@@ -156,6 +158,8 @@ async def _drain(core: EngineCore, stop: Stop, timeout_s: float) -> None:
 
 def _give_up() -> None:
     """Ends the process though its thread does not; frontends learn of it by their pidfd, and the slab goes with us."""
-    logger.critical("what the executor was doing did not end within %g s; giving up on it", _STOP_TIMEOUT_S)
-    finish_logging()
-    os._exit(1)
+    try:
+        logger.critical("what the executor was doing did not end within %g s; giving up on it", _STOP_TIMEOUT_S)
+        finish_logging()
+    finally:  # also where the log has failed
+        os._exit(1)

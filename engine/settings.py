@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from shmring.config import RingConfig
-from shmring.door import validate_name
+from shmring.core.geometry import Geometry
+from shmring.door import parse_nbytes, validate_name
 from shmring.engine.flags import NO_OPTION, Flag
 from shmring.engine.scheduler import SchedulerConfig
 from shmring.engine.tracing import parse_endpoint
@@ -144,9 +145,12 @@ class EngineSettings:
             here: False: the engine will run on another machine, so packages, modules and directories are not looked for.
 
         Raises:
-            ValueError: the name can't be one; there is no such executor, or it does not go with this model; says what to do.
+            ValueError: the name can't be one; the slab is too small; there is no such executor, or it does not go with this
+                model; says what to do.
         """
         validate_name(self.name)
+        reply_nbytes = self.ring.reply_nbytes
+        Geometry.of(parse_nbytes(self.ring.slab_nbytes), None if reply_nbytes is None else parse_nbytes(reply_nbytes))
         if self.executor not in EXECUTORS:
             self._check_module(here=here)
         elif self.executor in _THEIR_PACKAGES:

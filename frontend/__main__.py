@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from shmring.core.loggers import logger_of
-from shmring.engine.logs import configure_logging
+from shmring.engine.logs import configure_logging, ending
 from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD, warn_of_variables
 from shmring.engine.supervision import SupervisorLink
 from shmring.frontend.number_files import reserve_number_files
@@ -49,7 +49,7 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
     try:
         check_open_files(_OPEN_FILES, "shmring frontend")
     except OSError as error:
-        raise SystemExit(f"shmring frontend: {error.strerror}") from None
+        raise ending(f"shmring frontend: {error.strerror}") from None
     reserve_number_files(len(settings.http.key_owners))
     from shmring.frontend.process import run  # takes a second or more to import
 

@@ -25,7 +25,7 @@ _OPEN_FILES = 16  # of a loop, an engine's socket and a terminal; what starts pr
 
 # Imported when they are run; --help shows these texts.
 _ELSEWHERE = {
-    "serve": ("shmring.frontend.serve_command:serve", "Serves OpenAI's API: one engine and several frontends behind one port."),
+    "serve": ("shmring.frontend.serve_command:serve", "Serves OpenAI's API: engines and frontends behind one port."),
     "engine": ("shmring.engine.__main__:main", "Runs one engine process alone."),
     "frontend": ("shmring.frontend.__main__:main", "Runs one frontend process alone."),
 }
@@ -61,7 +61,7 @@ def main(context: click.Context) -> None:
         raise SystemExit(f"shmring: {error.strerror}") from None
 
 
-@main.command()
+@main.command(short_help="Shows that it works, in under a minute.")
 def demo() -> None:
     """Shows that it works: pictures and altered copies of them through HTTP, slab and engine, in under a minute.
 
@@ -73,7 +73,7 @@ def demo() -> None:
     raise SystemExit(run_demo())
 
 
-@main.command()
+@main.command(short_help="Checks whether this machine is fit for an engine.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of objects with name, status, found and advice.")
 @click.option("--sweep", is_flag=True, help="First remove what engines of this user that were killed have left.")
 @click.option("--slab-nbytes", default="1GiB", show_default=True, type=NBYTES, help="The slab that an engine is to have here.")
@@ -118,7 +118,7 @@ def _of_a_ring(command: Callable[..., None]) -> Callable[..., None]:
     return click.argument("name", default="shmring")(_SOCKET_DIR(command))
 
 
-@main.command()
+@main.command(short_help="Shows what an engine is doing now.")
 @_of_a_ring
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a RingSnapshot, as docs/operations.md describes it.")
 def inspect(name: str, socket_dir: str | None, as_json: bool) -> None:
@@ -131,10 +131,10 @@ def inspect(name: str, socket_dir: str | None, as_json: bool) -> None:
     raise SystemExit(print_once(name, socket_dir, as_json=as_json))
 
 
-@main.command()
+@main.command(short_help="Shows what an engine is doing, each second.")
 @_of_a_ring
 def top(name: str, socket_dir: str | None) -> None:
-    """Shows the same each second, with rates, until Ctrl-C.
+    """Shows what `shmring inspect` does, each second, with rates, until Ctrl-C.
 
     Without a terminal, it prints a line for each engine and second: shmring top NAME | tee log.
     """
@@ -153,7 +153,7 @@ _TIMEOUT = click.option(
 )
 
 
-@main.command()
+@main.command(short_help="Ends a server, or a process of it, when requests have ended.")
 @click.argument("name")
 @_SOCKET_DIR
 @click.option(
@@ -174,7 +174,7 @@ def drain(name: str, socket_dir: str | None, engine: int | None, frontend: int |
     raise SystemExit(drain_server(name, socket_dir, timeout_s, engine=engine, frontend=frontend))
 
 
-@main.command()
+@main.command(short_help="Restarts a server's engines in turn; no request fails.")
 @click.argument("name")
 @_SOCKET_DIR
 @_TIMEOUT

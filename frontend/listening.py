@@ -46,7 +46,13 @@ def listen(settings: ProcessSettings) -> socket.socket:
     if settings.uds is not None:
         return _listen_at_path(os.path.abspath(settings.uds))
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)  # sets SO_REUSEADDR
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)  # sets SO_REUSEADDR
+    except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while")[0]  # Python adds the address, which is said anyway
+        if error.errno == errno.EADDRINUSE:
+            why += "; stop the program that listens there, or choose another --port"
+        raise OSError(error.errno, why) from None
 
 
 def repeated(listening: socket.socket) -> list[socket.socket]:
@@ -124,7 +130,9 @@ def check_tls(tls: TlsSettings) -> None:
         context.load_cert_chain(tls.certfile, tls.keyfile, password=_refuse_to_ask)
     except OSError as error:  # ssl.SSLError is one
         key = "" if tls.keyfile is None else f" and --ssl-keyfile {tls.keyfile}"
-        raise ValueError(f"--ssl-certfile {tls.certfile}{key} can't be used: {error.strerror or error}") from None
+        is_content = isinstance(error, ssl.SSLError)
+        advice = "; they must be PEM: the certificate, and its key there or in --ssl-keyfile" if is_content else ""
+        raise ValueError(f"--ssl-certfile {tls.certfile}{key} can't be used: {error.strerror or error}{advice}") from None
     if tls.ca_certs is not None:
         try:
             context.load_verify_locations(tls.ca_certs)

@@ -18,7 +18,7 @@ import uvloop
 
 import shmring
 from shmring.engine.client import EngineClient
-from shmring.engine.logs import finish_logging
+from shmring.engine.logs import ending, finish_logging
 from shmring.engine.settings import engine_names
 from shmring.engine.supervision import DRAIN_SIGNAL, SupervisorLink, seldom_look_for_garbage
 from shmring.engine.tracing import start_tracing, stop_tracing
@@ -51,7 +51,7 @@ def run(settings: ProcessSettings, link: SupervisorLink | None = None) -> NoRetu
         start_tracing(settings.otlp_traces_endpoint, "frontend")
         uvloop.run(_serve(settings, link))
     except (shmring.ShmringError, OSError, ValueError) as error:
-        raise SystemExit(f"shmring frontend: {error}") from None
+        raise ending(f"shmring frontend: {error}") from None
     finally:
         stop_tracing()
     _leave()
@@ -62,8 +62,10 @@ def _leave() -> NoReturn:
 
     Everything of ours is closed by now. A thread may still write to a slot; the engine takes that memory back when we are dead.
     """
-    finish_logging()
-    os._exit(0)
+    try:
+        finish_logging()
+    finally:  # also where the log has failed
+        os._exit(0)
 
 
 async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None:
@@ -112,7 +114,7 @@ def _listening(settings: ProcessSettings) -> socket.socket:
     try:
         return listen(settings)
     except OSError as error:
-        raise SystemExit(f"shmring frontend: can't listen on {place_of(settings)}: {error.strerror or error}") from None
+        raise ending(f"shmring frontend: can't listen on {place_of(settings)}: {error.strerror or error}") from None
 
 
 def _orphaned() -> None:

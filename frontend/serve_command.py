@@ -10,7 +10,7 @@ import click
 
 from shmring.core.loggers import logger_of
 from shmring.door import validate_name
-from shmring.engine.logs import configure_logging
+from shmring.engine.logs import configure_logging, ending
 from shmring.engine.option_table import CONFIG, ELSEWHERE, Option, options_of, warn_of_variables
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
 from shmring.engine.settings import engine_names
@@ -87,7 +87,7 @@ def serve(**values: Any) -> None:
     try:
         run_server(options)
     except ServeError as error:
-        raise SystemExit(f"shmring: {error}") from None
+        raise ending(f"shmring: {error}") from None
 
 
 def without_options(environment: Mapping[str, str]) -> dict[str, str]:

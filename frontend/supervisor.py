@@ -71,7 +71,7 @@ from shmring.frontend.settings import ProcessSettings
 from shmring.memory.available import lack_of_memory
 from shmring.memory.limits import check_open_files
 from shmring.processes.child import say_ready
-from shmring.transport.listener import socket_path
+from shmring.transport.listener import make_directory, socket_path
 
 if TYPE_CHECKING:
     from shmring.frontend.key_usage import UsageTable
@@ -189,9 +189,10 @@ def serve(options: ServeOptions) -> None:
             raise ServeError(f"an engine named {engine.name!r} listens at {path} already; stop it, or choose another --name")
     processes = len(options.engines) + options.frontends
     try:
+        make_directory(path.parent)
         check_open_files(_OPEN_FILES + _OPEN_FILES_PER_PROCESS * processes, "shmring serve")
     except OSError as error:
-        raise ServeError(error.strerror) from None
+        raise ServeError(error.strerror or str(error)) from None
     _check_memory(_slabs_nbytes(options))
     with (
         _listen(options.frontend) as listening,

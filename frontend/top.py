@@ -60,7 +60,10 @@ def print_once(name: str, socket_dir: str | None, *, as_json: bool) -> int:
     """Prints a snapshot; returns the exit code."""
     try:
         snapshot = asyncio.run(inspect(name, socket_dir=socket_dir))
-    except (ShmringError, OSError, ValueError, TimeoutError) as error:
+    except ValueError as error:  # it can't be a name
+        click.echo(f"shmring inspect: {error}", err=True)
+        return 1
+    except (ShmringError, OSError, TimeoutError) as error:
         click.echo(f"shmring inspect: {_reason(error, name, socket_dir)}", err=True)
         return 1
     if as_json:

@@ -698,7 +698,7 @@ GUARDS = (
     Guard(
         "what is in the place of a directory that was removed is checked",
         "shmring/transport/listener.py",
-        "        _make_directory(self.path.parent, self._others_may_connect)\n        if not is_locked",
+        "        make_directory(self.path.parent, self._others_may_connect)\n        if not is_locked",
         "        self.path.parent.mkdir(parents=True, exist_ok=True)\n        if not is_locked",
         "tests/test_ring.py::test_what_comes_back_in_the_place_of_the_directory_is_checked_and_named_once",
     ),

@@ -38,6 +38,7 @@ import msgspec
 
 from shmring.core.loggers import logger_of
 from shmring.engine.inputs import ProcessorSpec
+from shmring.engine.logs import log_format_of_this_process
 from shmring.frontend.callers import caller
 from shmring.frontend.import_path import without_working_directory
 from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready, Reply
@@ -50,6 +51,7 @@ _SMALL_S = 0.5  # of a core; such a picture takes 0.05
 _POLL_S = 0.05  # between two looks at the time that a decoder has used
 _OFF_THE_LOOP_NBYTES = 1 << 20  # larger copies are made on a thread
 
+_PROGRAM = "shmring.frontend.media.decoder_process"
 _LOG = logger_of(__name__)
 
 _REPLIES = msgspec.msgpack.Decoder(Ready | Reply)
@@ -357,7 +359,7 @@ class _Nursery:
         with theirs:
             self._process = Process.start(
                 # -P: nothing is imported from the working directory.
-                [sys.executable, "-P", "-m", "shmring.frontend.media.decoder_process", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", _PROGRAM, str(theirs.fileno()), log_format_of_this_process()],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -45,7 +45,7 @@ import msgspec
 import numpy as np
 
 from shmring.engine.inputs import ProcessorSpec, places_of
-from shmring.engine.logs import stacks_on_signal
+from shmring.engine.logs import log_in_one_thread, stacks_on_signal
 from shmring.engine.picture_processor import PictureProcessor
 from shmring.frontend.media import audio, image, video
 from shmring.frontend.media.errors import MediaError
@@ -70,7 +70,8 @@ _HEADER_TYPES: dict[MediaKind, type[_Header]] = {
 
 
 def main() -> None:
-    """Forks a decoder for each socket that arrives on the control socket, whose descriptor is the first argument.
+    """Forks a decoder for each socket that arrives on the control socket, whose descriptor is the first argument. The
+    second one is the format of its log.
 
     The message beside it names the image processor that the decoder is to have, if it is not empty.
     """
@@ -79,6 +80,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so the kernel keeps no zombies
+    log_in_one_thread("decoder", sys.argv[2])
     warnings.simplefilter("ignore")  # Pillow's, about callers' pictures; what matters becomes an error
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     av.logging.set_level(None)  # libav would write about every damaged packet

@@ -34,7 +34,7 @@ from shmring.door import directory_of, shown, validate_name
 from shmring.errors import LocalProtocolError
 from shmring.transport.peers import peer_credentials
 
-__all__ = ["Listener", "Missing", "check_directory", "socket_path", "sweep_names"]
+__all__ = ["Listener", "Missing", "check_directory", "make_directory", "socket_path", "sweep_names"]
 
 logger = logger_of("shmring.transport")
 
@@ -155,7 +155,7 @@ class Listener:
             LocalProtocolError: a living engine has this name.
             PermissionError: the directory is not safe, or a file that is no socket is in the socket's place.
         """
-        _make_directory(path.parent, others_may_connect)
+        make_directory(path.parent, others_may_connect)
         name_holder = _hold_name(path)
         try:
             lock_fd = _take_lock(path.with_suffix(".lock"))
@@ -190,7 +190,7 @@ class Listener:
         is_locked, is_bound = _is_same_file(self._lock_fd, lock), self._is_bound()
         if is_locked and is_bound:
             return None
-        _make_directory(self.path.parent, self._others_may_connect)
+        make_directory(self.path.parent, self._others_may_connect)
         if not is_locked:
             fd = _try_lock(lock)
             if fd is None:
@@ -248,9 +248,26 @@ def _close_inherited() -> None:
     _listeners.clear()
 
 
-def _make_directory(directory: Path, others_may_connect: bool) -> None:
-    directory.mkdir(mode=0o711 if others_may_connect else 0o700, parents=True, exist_ok=True)
-    check_directory(directory, frozenset({os.getuid()}))
+def make_directory(directory: Path, others_may_connect: bool = False) -> None:
+    """Makes a directory of sockets, if it is not there.
+
+    Args:
+        directory: which one.
+        others_may_connect: whether engines of other users listen there as well.
+
+    Raises:
+        PermissionError: it can't be made, or is not safe.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):  # it is no directory, and that is said below
+            directory.mkdir(mode=0o711 if others_may_connect else 0o700, parents=True, exist_ok=True)
+        check_directory(directory, frozenset({os.getuid()}))
+    except PermissionError as error:
+        if error.errno is None:  # it says what to do
+            raise
+        raise PermissionError(f"{directory}, the directory of sockets, can't be made: {error.strerror}") from error
+    except OSError as error:
+        raise PermissionError(f"{directory}, the directory of sockets, can't be made: {error.strerror}") from error
 
 
 def _bind(path: Path, others_may_connect: bool) -> tuple[socket.socket, os.stat_result]:

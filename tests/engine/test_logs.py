@@ -20,6 +20,7 @@ import pytest
 
 from shmring.engine.logs import ACCESS, CollapsingHandler, JsonFormatter, PrintableFormatter, concerned
 
+ROOT = Path(__file__).resolve().parents[2]
 OpenHandler = Callable[..., CollapsingHandler]
 
 
@@ -231,3 +232,58 @@ async def test_a_connection_that_says_nothing_in_time_is_refused_with_that_reaso
         connection.connect(str(path))
         await eventually(lambda: ring.statistics().refused == 1)
     assert caplog.messages[-1].endswith("was refused: it sent no hello in time")
+
+
+PRINTING = """
+import logging, sys, threading, warnings
+from shmring.engine.logs import configure_logging, ending, finish_logging
+configure_logging("warning", "engine", sys.argv[1])
+print("to standard output")
+print("one\\ntwo", file=sys.stderr)
+sys.stderr.write("10 %\\r20 %\\rdone\\n")
+warnings.warn("a warning of Python")
+def end(): raise ArithmeticError("of a thread")
+thread = threading.Thread(target=end, name="worker")
+thread.start()
+thread.join()
+class Dropped:
+    def __del__(self): raise ArithmeticError("of a destructor")
+Dropped()
+logging.getLogger("a.library").warning("%d", "no number")
+sys.stderr.write("without an end")
+if sys.argv[2] == "end":
+    raise ending("shmring: it can't start")
+raise ArithmeticError("of the process")
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "fail"])
+def test_all_that_a_process_writes_is_json_where_its_log_is(how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PRINTING, "json", how], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 1
+    [said] = map(json.loads, done.stdout.splitlines())
+    assert (said["process"], said["logger"], said["message"]) == ("engine", "shmring.output", "to standard output")
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    printed = [line["message"] for line in lines if line["logger"] == "shmring.output" and line["level"] == "INFO"]
+    assert printed[:3] == ["one", "two", "done"]
+    assert "Message: '%d'" in printed, "what Python says of a line that can't be made"
+    assert printed[-1] == "without an end"
+    [warning] = [line for line in lines if line["logger"] == "py.warnings"]
+    assert "UserWarning: a warning of Python" in warning["message"]
+    errors = [line["message"] for line in lines if line["level"] in ("ERROR", "CRITICAL")]
+    assert [text.splitlines()[-1] for text in errors] == [
+        "ArithmeticError: of a thread",
+        "ArithmeticError: of a destructor",
+        "shmring: it can't start" if how == "end" else "ArithmeticError: of the process",
+    ]
+    assert errors[0].startswith("the thread worker has ended by an error that nobody caught\nTraceback")
+    assert "Dropped.__del__" in errors[1]
+
+
+def test_as_text_what_is_printed_stays_as_it_is() -> None:
+    program = [sys.executable, "-c", PRINTING, "text", "end"]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "to standard output\n")
+    assert done.stderr.startswith("one\ntwo\n")
+    assert done.stderr.endswith("without an endshmring: it can't start\n")
+    assert "ERROR engine: the thread worker has ended by an error that nobody caught\nTraceback" in done.stderr

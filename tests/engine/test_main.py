@@ -137,10 +137,10 @@ async def test_what_takes_longer_is_aborted(
     assert list(socket_dir.iterdir()) == []
 
 
-@for_each(("backing", "place"), [("auto", "a memfd"), ("/dev/shm", "/dev/shm"), ("memfd", "a memfd")])
-def test_a_slab_that_does_not_fit_is_one_clear_line(fail: Callable[..., str], backing: str, place: str) -> None:
+@for_each("backing", ["auto", "/dev/shm", "memfd"])
+def test_a_slab_that_does_not_fit_is_one_clear_line(fail: Callable[..., str], backing: str) -> None:
     errors = fail("--slab-nbytes", "4000GiB", "--reply-nbytes", "4096", "--slab-backing", backing)
-    assert f"shmring engine: reserving 4294967291904 bytes in {place} failed" in errors
+    assert "shmring engine: a slab of 3.906 TiB can't be had: " in errors
     assert "Traceback" not in errors
 
 

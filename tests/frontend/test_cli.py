@@ -82,6 +82,12 @@ def test_help_and_bad_options_are_answered_before_anything_large_is_imported() -
     assert result.stdout == "0 " * len(RIGHT) + "2 " * len(WRONG) + "[]\n"
 
 
+def test_the_list_of_commands_says_of_each_in_a_line_what_it_does() -> None:
+    listed = CliRunner().invoke(main, ["--help"], terminal_width=80).output.partition("Commands:\n")[2].splitlines()
+    assert len(listed) == len(main.commands)
+    assert all(line.endswith(".") and not line.endswith("...") for line in listed), listed
+
+
 def test_an_unknown_command_is_refused() -> None:
     result = CliRunner().invoke(main, ["sevre"])
     assert result.exit_code == 2

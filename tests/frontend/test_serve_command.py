@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ def options_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(*arguments: str) -> ServeOptions:
         result = CliRunner().invoke(main, ["serve", *arguments])
-        assert (result.exit_code, result.output) == (1, "shmring: that was all\n")
+        said = json.loads(result.output)["message"] if "json" in " ".join(arguments) else result.output.rstrip("\n")
+        assert (result.exit_code, said) == (1, "shmring: that was all")
         return received[-1]
 
     return run
@@ -281,6 +283,8 @@ def test_without_a_model_a_notice_says_what_is_served_and_how_to_serve_a_model(o
         (["/tmp"], "holds no model: it has no config.json"),
         (["--max-payload-nbytes=1"], "max_payload_nbytes must be at least 4096"),
         (["--name=../x"], "can't name an engine"),
+        (["--slab-nbytes=1"], "a slab of 1 bytes has no room for leases"),
+        ([f"--ssl-certfile={__file__}"], "; they must be PEM: the certificate, and its key there or in --ssl-keyfile"),
     ],
 )
 def test_what_can_not_be_is_refused_before_a_process_is_started(arguments: list[str], complaint: str) -> None:

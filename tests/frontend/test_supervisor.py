@@ -69,7 +69,9 @@ def options(**changes: Any) -> ServeOptions:
 def test_a_port_in_use_is_one_clear_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ServeError, match=rf"can't listen on 127.0.0.1 port {port}: .*in use"):
+        with pytest.raises(
+            ServeError, match=rf"^can't listen on 127.0.0.1 port {port}: Address already in use; stop .* choose another --port$"
+        ):
             serve(options(frontend=ProcessSettings(port=port)))
 
 
@@ -81,6 +83,16 @@ def test_an_address_that_is_not_ours_is_one_clear_message() -> None:
 def test_a_name_that_can_not_be_is_one_clear_message() -> None:
     with pytest.raises(ServeError, match="can't name an engine"):
         serve(options(engines=[EngineSettings(name="../elsewhere")]))
+
+
+def test_a_directory_of_sockets_that_can_not_be_is_refused_before_a_process_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Child, "start", None)
+    (tmp_path / "a-file").touch()
+    ring = RingConfig(socket_dir=str(tmp_path / "a-file"))
+    with pytest.raises(ServeError, match=r"a-file is not a directory"):
+        serve(options(engines=[EngineSettings(name="test", ring=ring)]))
 
 
 async def test_a_name_that_a_living_engine_has_is_one_clear_message(serve: Any, socket_dir: Path) -> None:

@@ -101,6 +101,14 @@ async def test_the_server_s_steps_are_shown(serve: Any) -> None:
     assert "in a step for 61 s" in text
 
 
+async def test_what_can_not_be_a_name_is_one_line(socket_dir: Path) -> None:
+    for command in ("inspect", "top"):
+        result = await run(command, "a/b", "--socket-dir", str(socket_dir))
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"shmring {command}: 'a/b' can't name an engine: ")
+        assert result.stderr.count("\n") == 1
+
+
 async def test_without_an_engine_it_says_why(socket_dir: Path) -> None:
     result = await run("inspect", "nobody", "--socket-dir", str(socket_dir))
     assert result.exit_code == 1

@@ -65,9 +65,18 @@ def test_a_request_is_found_by_its_name_in_all_processes() -> None:
             assert "my-id failed" in by_process["frontend", "shmring.frontend.errors"]["message"]
             access = by_process["frontend", "shmring.frontend.access"]
             assert (access["method"], access["path"], access["status"]) == ("POST", "/v1/chat/completions", 500)
+            plain = [line for line in log.read_text().splitlines() if not line.startswith("{")]
+            assert plain == [], "the start as well, and tracebacks, are JSON"
+            starts = [line for line in lines() if line["message"].startswith("shmring: starting an engine")]
+            assert [line["process"] for line in starts] == ["supervisor"]
             processes = [server.process.pid, *server.engines, *server.frontends]
             for number, pid in enumerate(processes, 1):
                 os.kill(pid, signal.SIGUSR1)
                 until(lambda number=number: log.read_text().count("(most recent call first)") >= number)
             assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
             assert server.is_whole
+            os.kill(server.engines[0], signal.SIGKILL)
+            server.process.wait(60)
+            last = lines()[-1]
+            assert (last["process"], last["level"]) == ("supervisor", "CRITICAL")
+            assert last["message"].startswith(f"shmring: the engine (pid {server.engines[0]}) was killed by signal 9")

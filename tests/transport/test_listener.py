@@ -22,7 +22,7 @@ from shmring.core.messages import PROTOCOL_VERSION, Hello
 from shmring.errors import EngineDeadError, LocalProtocolError
 from shmring.processes.process import Process
 from shmring.transport.endpoint import attach_engine
-from shmring.transport.listener import Listener, socket_path, sweep_names
+from shmring.transport.listener import Listener, make_directory, socket_path, sweep_names
 from tests.tables import for_each
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -456,3 +456,15 @@ async def test_a_name_that_a_sweep_is_looking_at_is_free(path: Path) -> None:
         lock.unlink()
         fcntl.flock(swept, fcntl.LOCK_UN)
     (await taking).close()
+
+
+@for_each("name", ["a file", "a file/below", "link"])
+def test_what_is_no_directory_is_refused_with_its_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a file").touch(exist_ok=True)
+    if not (tmp_path / "link").is_symlink():
+        (tmp_path / "link").symlink_to(tmp_path)
+    directory = tmp_path / name
+    with pytest.raises(PermissionError) as caught:
+        make_directory(directory)
+    assert str(directory) in str(caught.value)
+    assert "is not a directory" in str(caught.value) or "can't be made: Not a directory" in str(caught.value)
