@@ -27,9 +27,13 @@ _PARTS = {
     "embedding": ("embedding texts and pictures", "there are many inputs, or long ones"),
     "waiting": ("waiting for prompts and forms", "all that runs is being prepared beside the steps"),
 }
-_FORMS = "forms"  # beside the steps, by other threads
-_MUCH = 0.25  # of a processor, from which forms are named
-_REST = "other work of steps", "the executor does not say what it is"
+# The same of what other threads do beside steps, in seconds of a processor.
+_BESIDE = {
+    "forms": ("forms", "new ones are tried and compiled, or dear to look up"),
+    "preparing": ("laying prompts out", "chats with many messages, long texts, or large pictures"),
+}
+_MUCH = 0.25  # of a processor, from which it is named
+_REST = "other work of steps", "the executor does not say what it is, or the engine's loop was late"
 
 
 class Spending:
@@ -75,16 +79,15 @@ class Spending:
                     spent[part] += seconds
         steps = spent.pop(_STEPS, 0.0)
         over_s = max(now - max(first, self._began), steps, 0.001)  # a step counts where it ends, also if it began before
-        forms = spent.pop(_FORMS, 0.0) / over_s
+        beside = [_Share(spent.pop(part, 0.0) / over_s, *texts) for part, texts in _BESIDE.items()]
         shares = [_Share(seconds / over_s, *_PARTS.get(part, (part, ""))) for part, seconds in spent.items()]
         shares.append(_Share(max(0.0, steps - sum(spent.values())) / over_s, *_REST))
         shares.sort(key=lambda share: -share.share)
         cause = _cause(over_s, steps / over_s, shares[0], sorted(steps_s))
-        if forms >= _MUCH:
-            cause += (
-                f" Beside steps, forms took {forms:.0%} of a processor: new ones are tried and compiled, or dear to look up."
-            )
-        shares.append(_Share(forms, "forms, beside the steps", ""))
+        for each in beside:
+            if each.share >= _MUCH:
+                cause += f" Beside steps, {each.what} took {each.share:.0%} of a processor: {each.why}."
+        shares += [_Share(each.share, f"{each.what}, beside the steps", "") for each in beside]
         return {
             "over_s": round(over_s, 3),
             "steps": round(steps / over_s, 4),

@@ -299,7 +299,7 @@ class TransformersExecutor:
         #: What steps were spent on so far, in seconds: laying prompts out, passes of the model for prompts, for answers, and
         #: for answers that are read alone; choosing tokens; embedding; waiting for what is prepared beside them. And what other
         #: threads spent on forms, and on laying long prompts out.
-        parts = ("layout", "prompts", "answers", "alone", "choosing", "embedding", "waiting", "forms")
+        parts = ("layout", "prompts", "answers", "alone", "choosing", "embedding", "waiting", "forms", "preparing")
         self.spent_s = dict.fromkeys(parts, 0.0)
         self._embedder: Embedder | None = None
         if self._model.can_read:
@@ -370,7 +370,7 @@ class TransformersExecutor:
         with self._spending("embedding"):
             outputs.update(self._line.execute(to_encode))
         for request_id, output in outputs.items():
-            for beside, take_seconds in (("forms", self._grammars.take_seconds), ("layout", self._preparing.take_seconds)):
+            for beside, take_seconds in (("forms", self._grammars.take_seconds), ("preparing", self._preparing.take_seconds)):
                 if (beside_s := take_seconds(request_id)) > 0:
                     self._take(request_id, beside, beside_s)
             if isinstance(output, Exception) or output.finished:

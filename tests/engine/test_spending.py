@@ -62,11 +62,15 @@ def test_an_engine_with_room_says_so_and_one_that_tells_no_parts_too() -> None:
     assert told["cause"].endswith("The greatest part is drafting (44% of the time).")
 
 
-def test_forms_are_worked_on_beside_the_steps() -> None:
+def test_what_other_threads_do_is_told_beside_the_steps() -> None:
     spending = Spending(0.0)
-    spending.note(9.5, 9.0, {"waiting": 9.0, "forms": 4.75})
+    spending.note(9.5, 9.0, {"waiting": 9.0, "forms": 4.75, "preparing": 0.95})
     told = spending.describe(9.5, [0.01])
-    assert [part["what"] for part in told["parts"]] == ["waiting for prompts and forms", "forms, beside the steps"]
+    assert [(part["what"], round(part["share"], 1)) for part in told["parts"]] == [
+        ("waiting for prompts and forms", 0.9),
+        ("forms, beside the steps", 0.5),
+        ("laying prompts out, beside the steps", 0.1),
+    ]
     assert told["steps"] == pytest.approx(9 / 9.5, abs=0.001)
     assert told["cause"].endswith(
         "waiting for prompts and forms (95% of the time): all that runs is being prepared beside the steps. "

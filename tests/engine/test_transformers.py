@@ -627,12 +627,14 @@ def test_answers_go_on_while_a_picture_is_looked_at(executor: TransformersExecut
         tokens += outputs[1].reply.token_ids if outputs[1].reply is not None else []
     assert outputs[1].finished
     assert tokens == expected
-    before = executor.spent_s["waiting"]
+    before = executor.spent_s.copy()
     executor.execute([StepInput(1, None)])  # there is nothing else to do
-    assert executor.spent_s["waiting"] > before
+    assert executor.spent_s["waiting"] > before["waiting"]
     go_on.set()
     while not outputs[0].finished:
         outputs = list(executor.execute([StepInput(1, None)]))
+    assert executor.spent_s["preparing"] > before["preparing"]
+    assert executor.spent_s["layout"] == before["layout"], "no step was held"
     executor.forget(1)
 
 
