@@ -1,4 +1,4 @@
-"""What callers may write in a prompt: their texts are only text, and no longer than a model reads.
+"""What callers may write in a prompt, and how a template is given it: texts are only text, and no longer than a model reads.
 
 A text that looks like a control token, such as ``<|im_end|>`` or ``<image>``, must not become one: it would close a message, or
 forge the place of a medium. A tokenizer makes such texts harmless, or they are refused here. Texts that can't fit the model are
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from shmring.engine.executors.interface import ContextLengthError
+from shmring.engine.executors.tool_calls import find_response_template
 from shmring.engine.protocol import ChatMessage, GenerateRequest, Medium, MediumPart, TextPart
 
-__all__ = ["CallersTexts", "count_characters", "find_variables", "media_in_order", "tool_fields"]
+__all__ = ["CallersTexts", "count_characters"]
 
 
 # What takes as long as so many characters of a text, measured: a message is laid out and cleaned, a call is read from JSON and
@@ -37,10 +38,15 @@ class CallersTexts:
         tokenizer: of transformers.
         vocabulary_size: how many tokens the model knows.
         max_model_len: tokens that it reads.
+        template: its chat template; or several, by name; None: it has none.
+        model: of which only ``config.model_type`` is asked.
+        processor: its processor, if it has one.
         sanitizes: whether control tokens in texts are made harmless.
+
+    Attributes:
         has_template: whether conversations can be laid out.
-        has_tools: whether they can have tools.
-        variables: of the template that callers may set.
+        response_template: how the model writes answers with calls; None: conversations can't have tools, because the template
+            does not write them, or calls in answers can't be read.
     """
 
     def __init__(
@@ -50,32 +56,41 @@ class CallersTexts:
         vocabulary_size: int,
         max_model_len: int,
         *,
-        sanitizes: bool,
-        has_template: bool,
-        has_tools: bool,
-        variables: Collection[str],
+        template: Any,
+        model: Any,
+        processor: Any | None = None,
+        sanitizes: bool = False,
     ) -> None:
         self._name = name
         self._tokenizer = tokenizer
-        self._has_template = has_template
-        self._has_tools = has_tools
-        self._variables = variables
+        self.has_template = bool(template)
+        self.response_template = find_response_template(tokenizer, model) if "tools" in str(template) else None
+        self._variables = _find_variables(template, tokenizer, processor)
         self._vocabulary_size = vocabulary_size
         self._max_model_len = max_model_len
         self._sanitizes = sanitizes
         self._longest_token = _find_longest_token(tokenizer)
         self._control_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
-    def check_conversation(self, request: GenerateRequest) -> None:
+    @property
+    def has_tools(self) -> bool:
+        """Whether conversations can have tools."""
+        return self.response_template is not None
+
+    def open_conversation(self, request: GenerateRequest) -> tuple[list[Medium], dict[str, Any]]:
         """Checks a conversation: its texts, its tools and its template options.
 
+        Returns:
+            Its media in the order of their places, and what the template is given besides.
+
         Raises:
-            ValueError: the model takes no such thing; or a text has a control token that nothing makes harmless.
+            ValueError: the model takes no such thing; or a text has a control token that nothing makes harmless; or a medium
+                has no place, or several.
             ContextLengthError: they are too long, whatever tokens they are made of.
         """
         if not request.messages:
             raise ValueError("a conversation has at least one message")
-        if not self._has_template:
+        if not self.has_template:
             raise ValueError(f"the model {self._name!r} has no chat template, so it can't be asked in messages")
         self.check_length(request)
         further = [str(value) for value in (request.tools, request.template_options) if value]
@@ -87,14 +102,38 @@ class CallersTexts:
             for message in request.messages:
                 for text in [message.role, *(part.text for part in message.parts if isinstance(part, TextPart))]:
                     self.check_text(text)
-        calls = [tool_fields(message) for message in request.messages]
+        calls = [_tool_fields(message) for message in request.messages]
         for value in (request.tools, request.template_options, calls):
             self._refuse_control_tokens_in(value)
-        if request.needs_tools and not self._has_tools:
+        if request.needs_tools and not self.has_tools:
             raise ValueError(f"the model {self._name!r} takes no tools: its template has none, or its calls can't be read")
         for variable in request.template_options:
             if variable not in self._variables:
                 raise ValueError(f"the chat template of the model {self._name!r} has no variable {variable!r}")
+        return _media_in_order(request), request.template_options | ({"tools": request.tools} if request.tools else {})
+
+    @staticmethod
+    def lay_out(
+        messages: Sequence[ChatMessage], media: Sequence[Medium], place: Callable[[Medium], dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Returns messages as templates take them.
+
+        Args:
+            messages: of a conversation.
+            media: that they name.
+            place: returns the part of a message that stands for a medium.
+        """
+        return [
+            {
+                "role": message.role,
+                "content": [
+                    {"type": "text", "text": part.text} if isinstance(part, TextPart) else place(media[part.index])
+                    for part in message.parts
+                ],
+            }
+            | _tool_fields(message)
+            for message in messages
+        ]
 
     def check_length(self, request: GenerateRequest) -> None:
         """Checks a request by how many messages and characters it has: any template writes a token for a message at least.
@@ -213,15 +252,11 @@ def count_characters(request: GenerateRequest) -> int:
     return count
 
 
-def find_variables(template: Any, tokenizer: Any, processor: Any | None = None) -> frozenset[str]:
+def _find_variables(template: Any, tokenizer: Any, processor: Any | None) -> frozenset[str]:
     """Returns the variables of a chat template that callers may set.
 
     They don't set what transformers or other fields of a request do, or what is jinja's. They set nothing else either: what is
     no variable of the template, transformers would give to the processor, which fetches URLs.
-
-    Args:
-        template: its text; or several, by name.
-        tokenizer, processor: of the model.
     """
     utils = importlib.import_module("transformers.utils.chat_template_utils")
     templates = template.values() if isinstance(template, Mapping) else [template]
@@ -234,12 +269,7 @@ def find_variables(template: Any, tokenizer: Any, processor: Any | None = None) 
     return found - taken
 
 
-def media_in_order(request: GenerateRequest) -> list[Medium]:
-    """Returns the media of a conversation in the order of their places.
-
-    Raises:
-        ValueError: one of them has no place, or several.
-    """
+def _media_in_order(request: GenerateRequest) -> list[Medium]:
     media = request.media
     places = [part.index for message in request.messages for part in message.parts if isinstance(part, MediumPart)]
     wrong = next((place for place in places if not 0 <= place < len(media)), None)
@@ -250,7 +280,7 @@ def media_in_order(request: GenerateRequest) -> list[Medium]:
     return [media[place] for place in places]
 
 
-def tool_fields(message: ChatMessage) -> dict[str, Any]:
+def _tool_fields(message: ChatMessage) -> dict[str, Any]:
     """Returns what a message has of tools, as templates take it: arguments are values there."""
     calls = [
         {

@@ -30,11 +30,11 @@ import numpy as np
 import torch
 
 from shmring.core.loggers import logger_of
-from shmring.engine.executors.callers_texts import CallersTexts, find_variables, media_in_order, tool_fields
+from shmring.engine.executors.callers_texts import CallersTexts
 from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.executors.forms import Form, can_require_calls, form_of, form_of_calls
 from shmring.engine.executors.processed import GivenFeatures, check_features, find_processor
-from shmring.engine.executors.tool_calls import ResponseReader, find_response_template, readers_of
+from shmring.engine.executors.tool_calls import ResponseReader, readers_of
 from shmring.engine.protocol import (
     Features,
     GenerateRequest,
@@ -43,7 +43,6 @@ from shmring.engine.protocol import (
     Picture,
     PictureSpec,
     Text,
-    TextPart,
     Video,
     VideoSpec,
 )
@@ -85,6 +84,8 @@ class PromptBuilder:
 
     Attributes:
         input: the inputs that can be asked about and embedded.
+        has_template: whether conversations can be laid out.
+        has_tools: whether they can have tools.
     """
 
     def __init__(self, checkpoint: Checkpoint, mm_processor_kwargs: Mapping[str, Any]) -> None:
@@ -99,18 +100,17 @@ class PromptBuilder:
         self._num_frames = self._media_settings.pop("num_frames", None) or _NUM_FRAMES
         self._template_error = importlib.import_module("jinja2").TemplateError
         self._sanitizes = _sanitizes(self._processor)
-        has_tools = "tools" in str(self._template)
-        self._response_template = find_response_template(self._tokenizer, checkpoint.model) if has_tools else None
         self._texts = CallersTexts(
             checkpoint.name,
             self._tokenizer,
             int(checkpoint.model.get_input_embeddings().num_embeddings),
             checkpoint.max_model_len,
+            template=self._template,
+            model=checkpoint.model,
+            processor=self._processor,
             sanitizes=self._sanitizes,
-            has_template=self.has_template,
-            has_tools=self.has_tools,
-            variables=find_variables(self._template, self._tokenizer, self._processor),
         )
+        self.has_template, self.has_tools = self._texts.has_template, self._texts.has_tools
         self.input = self._describe_input()
 
     def offer_processor(self) -> None:
@@ -135,11 +135,12 @@ class PromptBuilder:
         """
         if request.prompt is not None:
             return self._continue(request.prompt, request)
-        self._texts.check_conversation(request)
-        self._check_features(request.media)
-        media = media_in_order(request)
-        conversation = self._lay_out(request)
-        options = request.template_options | ({"tools": request.tools} if request.tools else {})
+        media, options = self._texts.open_conversation(request)
+        self._check_features(media)
+        conversation = self._texts.lay_out(request.messages, request.media, self._place)
+        if self._processor is None:
+            for message in conversation:
+                message["content"] = "\n".join(part["text"] for part in message["content"])
         return self._apply_template(conversation, media, add_generation_prompt=True, **options)
 
     def readers_of(self, request: GenerateRequest, prompt: torch.Tensor) -> list[ResponseReader | None]:
@@ -149,7 +150,7 @@ class PromptBuilder:
             request: any.
             prompt: its tokens, shape (tokens,).
         """
-        readers = readers_of(request, self._response_template, self._tokenizer, prompt.tolist())
+        readers = readers_of(request, self._texts.response_template, self._tokenizer, prompt.tolist())
         if request.tool_choice == "required" and readers[0] is not None and readers[0].begins_within:
             raise ValueError(
                 f"the model {self._name!r} begins its answer with reasoning, so a call can't be required; its chat template "
@@ -170,10 +171,10 @@ class PromptBuilder:
             return form_of(structure)
         if not request.tools:
             raise ValueError("a call is required, and there are no tools")
-        if not can_require_calls(self._response_template):
+        template = self._texts.response_template
+        if template is None or not can_require_calls(template):
             raise ValueError(f"the model {self._name!r} can't be made to call a tool: its calls are no JSON between two marks")
-        assert self._response_template is not None, "looked at above"
-        return form_of_calls(self._response_template, request.tools, parallel=request.parallel_tool_calls)
+        return form_of_calls(template, request.tools, parallel=request.parallel_tool_calls)
 
     def tokenize(self, request: GenerateRequest) -> tuple[list[int], str]:
         """Returns the tokens of a request, or the text of the tokens that are its prompt.
@@ -290,16 +291,6 @@ class PromptBuilder:
     # -- what a model takes --------------------------------------------------------------------------------------------
 
     @property
-    def has_template(self) -> bool:
-        """Whether conversations can be laid out."""
-        return bool(self._template)
-
-    @property
-    def has_tools(self) -> bool:
-        """Whether conversations can have tools: the template writes them, and calls in answers can be read."""
-        return self._response_template is not None
-
-    @property
     def _template(self) -> Any:
         return (self._tokenizer if self._processor is None else self._processor).chat_template
 
@@ -318,21 +309,6 @@ class PromptBuilder:
         if self.has_template:
             return kind in str(self._template)
         return bool(getattr(self._processor, f"{kind}_token", None))
-
-    # -- a conversation ------------------------------------------------------------------------------------------------
-
-    def _lay_out(self, request: GenerateRequest) -> list[dict[str, Any]]:
-        """Returns the conversation as templates take it."""
-        conversation: list[dict[str, Any]] = []
-        for message in request.messages:
-            parts = [
-                {"type": "text", "text": part.text} if isinstance(part, TextPart) else self._place(request.media[part.index])
-                for part in message.parts
-            ]
-            texts = [part["text"] for part in parts if part["type"] == "text"]
-            content = "\n".join(texts) if self._processor is None else parts
-            conversation.append({"role": message.role, "content": content} | tool_fields(message))
-        return conversation
 
     def _place(self, medium: object) -> dict[str, Any]:
         if isinstance(medium, Picture) and self.input.picture is not None:

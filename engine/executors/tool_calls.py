@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from shmring.engine.protocol import GenerateRequest, ToolCall
+from shmring.engine.protocol import FinishReason, GenerateRequest, ToolCall
 
-__all__ = ["Parts", "ResponseReader", "find_response_template", "readers_of"]
+__all__ = ["Parts", "ResponseReader", "find_response_template", "read", "readers_of"]
 
 _FIELD = "tool_calls"
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -124,6 +124,21 @@ class ResponseReader:
 
     def _settle(self, text: str) -> None:
         self._unsettled = self._unsettled.partition(text)[2] if text else self._unsettled
+
+
+def read(reader: ResponseReader | None, text: str, finish_reason: FinishReason | None) -> tuple[Parts, FinishReason | None]:
+    """Returns what is new of an answer, and why it ends; None: it goes on.
+
+    Args:
+        reader: of the answer; None: all of it is text.
+        text: that was written next.
+        finish_reason: why the text ends.
+    """
+    if reader is None:
+        return Parts(text), finish_reason
+    parts = reader.push(text, ended=finish_reason is not None)
+    is_call = reader.complete or (finish_reason == "stop" and reader.called > 0)
+    return parts, "tool_calls" if is_call else finish_reason
 
 
 def _call_of(value: Any, index: int) -> ToolCall:

@@ -63,7 +63,7 @@ from shmring.engine.executors.preparing import LOOKING_S, MEDIA, TEXTS, Preparin
 from shmring.engine.executors.prompts import PromptBuilder
 from shmring.engine.executors.sampling import Choice, Sampler, choose_together, longest_answer
 from shmring.engine.executors.stopping import StopTexts
-from shmring.engine.executors.tool_calls import Parts, ResponseReader
+from shmring.engine.executors.tool_calls import Parts, ResponseReader, read
 from shmring.engine.protocol import (
     CAPABILITIES,
     EncodeRequest,
@@ -239,11 +239,7 @@ class _Answer:
         return (text, False) if self._completion_tokens <= self._min_tokens else self._stops.push(text)
 
     def _reply(self, text: str, finish_reason: FinishReason | None) -> GenerateReply | None:
-        parts = Parts(text)
-        if self._reader is not None:
-            parts = self._reader.push(text, ended=finish_reason is not None)
-            if self._reader.complete or (finish_reason == "stop" and self._reader.called):
-                finish_reason = "tool_calls"
+        parts, finish_reason = read(self._reader, text, finish_reason)
         if parts == Parts() and finish_reason is None and len(self._unsent_logprobs) < _DESCRIBED:
             return None
         reply = GenerateReply(

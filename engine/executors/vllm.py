@@ -49,14 +49,13 @@ from shmring.engine.executors.interface import (
     StepOutput,
 )
 from shmring.engine.executors.preparing import MEDIA, Preparing, is_long, thread_for
-from shmring.engine.executors.tool_calls import Parts, ResponseReader
+from shmring.engine.executors.tool_calls import ResponseReader, read
 from shmring.engine.executors.trials import FormTokens, Trial, Trials
 from shmring.engine.executors.vllm_requests import RequestBuilder, model_name
 from shmring.engine.protocol import (
     CAPABILITIES,
     EncodeReply,
     EncodeRequest,
-    FinishReason,
     GenerateReply,
     GenerateRequest,
     Medium,
@@ -443,15 +442,10 @@ def _reply(request: _Request, answer: _Answer, piece: Any) -> GenerateReply:
     Raises:
         RuntimeError: vLLM ended it for another reason than answers end.
     """
-    finish_reason: FinishReason | None = piece.finish_reason
-    if finish_reason not in (None, "stop", "length"):
-        raise RuntimeError(f"vLLM ended the answer: {finish_reason}")
+    if piece.finish_reason not in (None, "stop", "length"):
+        raise RuntimeError(f"vLLM ended the answer: {piece.finish_reason}")
     answer.completion_tokens += len(piece.token_ids)
-    parts = Parts(piece.text)
-    if answer.reader is not None:
-        parts = answer.reader.push(piece.text, ended=finish_reason is not None)
-        if answer.reader.complete or (finish_reason == "stop" and answer.reader.called):
-            finish_reason = "tool_calls"
+    parts, finish_reason = read(answer.reader, piece.text, piece.finish_reason)
     answer.ended = finish_reason is not None
     return GenerateReply(
         parts.text,

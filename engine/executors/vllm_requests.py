@@ -18,12 +18,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from shmring.engine.executors.callers_texts import CallersTexts, find_variables, media_in_order, tool_fields
+from shmring.engine.executors.callers_texts import CallersTexts
 from shmring.engine.executors.interface import ContextLengthError
 from shmring.engine.executors.prompts import check_pixels, find_max_pixels
 from shmring.engine.executors.sampling import GREEDY_BELOW, check_sampling, longest_answer
 from shmring.engine.executors.stopping import StopTexts
-from shmring.engine.executors.tool_calls import ResponseReader, find_response_template, readers_of
+from shmring.engine.executors.tool_calls import ResponseReader, readers_of
 from shmring.engine.protocol import (
     ChatMessage,
     GenerateRequest,
@@ -34,7 +34,6 @@ from shmring.engine.protocol import (
     PictureSpec,
     SamplingParams,
     Text,
-    TextPart,
 )
 
 __all__ = ["RequestBuilder", "model_name"]
@@ -77,20 +76,15 @@ class RequestBuilder:
         self._chat_params = importlib.import_module("vllm.renderers").ChatParams
         renderers = importlib.import_module("vllm.renderers.hf")
         template = renderers.resolve_chat_template(self.tokenizer, None, None, model_config=self._config)
-        self.has_template = template is not None
-        model = SimpleNamespace(config=self._config.hf_config)
-        self._response_template = find_response_template(self.tokenizer, model) if "tools" in str(template) else None
-        self.has_tools = self._response_template is not None
         self._texts = CallersTexts(
             name,
             self.tokenizer,
             self._vocabulary_size,
             self._config.max_model_len,
-            sanitizes=False,
-            has_template=self.has_template,
-            has_tools=self.has_tools,
-            variables=find_variables(template, self.tokenizer),
+            template=template,
+            model=SimpleNamespace(config=self._config.hf_config),
         )
+        self.has_template, self.has_tools = self._texts.has_template, self._texts.has_tools
         self.input = self._describe_input(mm_processor_kwargs)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
@@ -106,9 +100,7 @@ class RequestBuilder:
         if request.prompt is not None:
             prompt = self._continue(request.prompt, request)
         else:
-            self._texts.check_conversation(request)
-            media = media_in_order(request)
-            options = request.template_options | ({"tools": request.tools} if request.tools else {})
+            media, options = self._texts.open_conversation(request)
             prompt = self._lay_out(request.messages, request.media, add_generation_prompt=True, **options)
         inputs = self._process(prompt, media, add_special_tokens=request.add_special_tokens)
         ContextLengthError.check(len(inputs["prompt_token_ids"]), request.sampling.max_tokens, self._config.max_model_len)
@@ -127,7 +119,7 @@ class RequestBuilder:
 
     def readers_of(self, request: GenerateRequest, prompt_token_ids: Sequence[int]) -> list[ResponseReader | None]:
         """Returns what reads each answer to a request with tools; None: its text is given out as it is."""
-        return readers_of(request, self._response_template, self.tokenizer, prompt_token_ids)
+        return readers_of(request, self._texts.response_template, self.tokenizer, prompt_token_ids)
 
     def build_input(self, item: Text | Medium) -> dict[str, Any]:
         """Makes a prompt of something that is to be embedded.
@@ -160,13 +152,7 @@ class RequestBuilder:
 
     def _lay_out(self, messages: Sequence[ChatMessage], media: Sequence[Medium], **options: Any) -> dict[str, Any]:
         """Returns the tokens of a conversation, with places for its media."""
-        conversation = []
-        for message in messages:
-            parts = [
-                {"type": "text", "text": part.text} if isinstance(part, TextPart) else self._place(media[part.index])
-                for part in message.parts
-            ]
-            conversation.append({"role": message.role, "content": parts} | tool_fields(message))
+        conversation = self._texts.lay_out(messages, media, self._place)
         _, prompt = self._renderer.render_messages(conversation, self._chat_params(chat_template_kwargs=options))
         return dict(prompt)
 

@@ -1223,7 +1223,7 @@ def test_more_messages_than_tokens_that_the_model_reads_are_refused_before_they_
 ) -> None:
     length = executor._checkpoint.max_model_len
     for prompts in executor._prompts_of.values():
-        monkeypatch.setattr(prompts, "_lay_out", None)
+        monkeypatch.setattr(prompts._texts, "lay_out", None)
     for text in ("", "Hi"):
         requests = [GenerateRequest([ChatMessage("user", [TextPart(text)]) for _ in range(length + 1)]) for _ in range(16)]
         outputs = executor.execute([StepInput(number, request) for number, request in enumerate(requests)])
