@@ -36,7 +36,7 @@ import functools
 import itertools
 import time
 from array import array
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -53,7 +53,6 @@ from shmring.engine.executors.failures import report, shortened
 from shmring.engine.executors.generation import Context, LanguageModel, Prompt
 from shmring.engine.executors.grammars import Grammar, Grammars
 from shmring.engine.executors.interface import (
-    ContextLengthError,
     ExecutorDeadError,
     ExecutorOptions,
     StepInput,
@@ -288,7 +287,8 @@ class TransformersExecutor:
             self._prompts_of[thread] = PromptBuilder(_copied(self._checkpoint), options.mm_processor_kwargs)
             self._prompts_of[thread].input = self._prompts.input
         self._preparing = Preparing[_Prepared]()
-        self._long_inputs: dict[int, _LongInputs] = {}  # of requests to encode
+        # Of requests to encode, by their numbers: in tokens, or None until then.
+        self._long_texts: dict[int, dict[int, Text | None]] = {}
         self._taken: defaultdict[int, float] = defaultdict(float)  # seconds of this step, by request
         self._lone_turns = itertools.count(1)
         self._token_s = _IDLE_S / _IDLE_TOKENS  # of a token, in the last pass of many
@@ -416,13 +416,13 @@ class TransformersExecutor:
         waiting, _ = self._waiting.pop(request_id, (None, None))
         for answer in [*self._answers.pop(request_id, ()), *([waiting] if waiting is not None else [])]:
             self._model.close(answer.context)
-        self._long_inputs.pop(request_id, None)
+        self._long_texts.pop(request_id, None)
         self._grammars.forget(request_id)
         self._line.forget(request_id)
 
     def close(self) -> None:
         """Lets go of everything but the model and threads that wait, which go with this object."""
-        for request_id in [*self._answers, *self._long_inputs]:
+        for request_id in [*self._answers, *self._long_texts]:
             self.forget(request_id)
         self._preparing.close()
         self._grammars.close()
@@ -658,41 +658,33 @@ class TransformersExecutor:
         to_encode: dict[int, EncodeRequest],
         outputs: dict[int, StepOutput | Exception],
     ) -> None:
-        """Has a request encoded in this step, or its long texts made into tokens first."""
-        if request_id not in self._long_inputs:
-            texts = [(number, item) for number, item in enumerate(request.inputs) if isinstance(item, Text)]
-            long = [(number, text) for number, text in texts if is_long(len(text.text))]
-            try:
-                for _, text in long:
-                    self._prompts.check_length(len(text.text) if isinstance(text.text, str) else 0)
-            except ContextLengthError as error:
-                outputs[request_id] = _report(error)
-                return
-            self._long_inputs[request_id] = _LongInputs(deque(long))
+        """Has a request encoded in this step, or its long texts made into tokens first, one by one."""
         try:
-            is_read = self._read_texts(request_id, request.owner, self._long_inputs[request_id])
+            if request_id not in self._long_texts:
+                self._long_texts[request_id] = self._find_long_texts(request)
+            long = self._long_texts[request_id]
+            if (tokens := self._preparing.take(request_id)) is not None:
+                assert isinstance(tokens, Text), "nothing else is prepared for a request to encode"
+                long[_next_number(long)] = tokens
+            if None not in long.values():
+                inputs = [long.get(number) or item for number, item in enumerate(request.inputs)] if long else request.inputs
+                to_encode[request_id] = msgspec.structs.replace(request, inputs=inputs)
+                return
+            if request_id not in self._preparing:
+                text = cast("Text", request.inputs[_next_number(long)])
+                work = functools.partial(_read_text, self._prompts_of[TEXTS], text)
+                self._preparing.begin(request_id, work, len(text.text), TEXTS, request.owner)
+            outputs[request_id] = _COMES_AGAIN
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
             outputs[request_id] = _report(error)
-            return
-        if not is_read:
-            outputs[request_id] = _COMES_AGAIN
-        elif tokens := self._long_inputs[request_id].tokens:
-            inputs = [tokens.get(number, item) for number, item in enumerate(request.inputs)]
-            to_encode[request_id] = msgspec.structs.replace(request, inputs=inputs)
-        else:
-            to_encode[request_id] = request
 
-    def _read_texts(self, request_id: int, owner: str, long: _LongInputs) -> bool:
-        """Has the next long text of a request made into tokens; returns whether all of them are."""
-        if (tokens := self._preparing.take(request_id)) is not None:
-            assert isinstance(tokens, Text), "nothing else is prepared for a request to encode"
-            number, _ = long.left.popleft()
-            long.tokens[number] = tokens
-        if long.left and request_id not in self._preparing:
-            _, text = long.left[0]
-            work = functools.partial(_read_text, self._prompts_of[TEXTS], text)
-            self._preparing.begin(request_id, work, len(text.text), TEXTS, owner)
-        return not long.left
+    def _find_long_texts(self, request: EncodeRequest) -> dict[int, Text | None]:
+        long: dict[int, Text | None] = {}
+        for number, item in enumerate(request.inputs):
+            if isinstance(item, Text) and is_long(len(item.text)):
+                self._prompts.check_length(len(item.text) if isinstance(item.text, str) else 0)
+                long[number] = None
+        return long
 
     def _embed(self, items: Sequence[Text | Medium]) -> list[Encoded | Exception]:
         if self._embedder is None:
@@ -704,17 +696,9 @@ class TransformersExecutor:
 _Prepared: TypeAlias = tuple[list[_Answer], Prompt] | StepOutput | Text
 
 
-@dataclasses.dataclass(slots=True)
-class _LongInputs:
-    """The long texts of a request to encode. They are made into tokens one by one: those of other requests come between.
-
-    Attributes:
-        left: texts that are not tokens yet, with their numbers.
-        tokens: of the others, by their numbers.
-    """
-
-    left: deque[tuple[int, Text]]
-    tokens: dict[int, Text] = dataclasses.field(default_factory=dict)
+def _next_number(long: Mapping[int, Text | None]) -> int:
+    """Returns the number of the first text that is not tokens yet."""
+    return next(number for number, tokens in long.items() if tokens is None)
 
 
 def _read_text(prompts: PromptBuilder, text: Text) -> Text:

@@ -563,7 +563,7 @@ def test_long_texts_are_made_into_tokens_beside_steps(
         encode(executor, Text("word " * 5000), Text("Hi"))
     executor.execute([StepInput(4, request)])
     executor.forget(4)
-    assert executor._long_inputs == {}
+    assert executor._long_texts == {}
 
 
 def test_long_texts_of_several_requests_are_made_into_tokens_in_turn(
@@ -587,7 +587,7 @@ def test_long_texts_of_several_requests_are_made_into_tokens_in_turn(
         for number, output in zip(list(running), outputs, strict=True):
             assert isinstance(output, StepOutput)
             if number == 1 and not output.finished:
-                for text in executor._long_inputs[1].tokens.values():
+                for text in filter(None, executor._long_texts[1].values()):
                     assert sys.getsizeof(text.text) < 6 * len(text.text) + 100, "tokens take no more memory than their text"
             if output.finished:
                 del running[number]
