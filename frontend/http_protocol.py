@@ -73,7 +73,8 @@ _FIELD_NBYTES = 4  # of a header beside its name and its value: a colon, a space
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _EARLY_S = 0.001  # a loop's timer may go off too early by this much
 _IDLE_GRACE_S = 1.0  # for a caller that sends a request on an open connection just when the server is told to end
-_DROPPED_NBYTES = 1 << 20  # read after a refusal: what its caller had on the way, and some more
+_DROPPED_NBYTES = 8 << 20  # read after a refusal: most callers send all of a body before they read
+_DROPPING_S = 0.01  # between two reads of it, of up to 256 KiB
 _LINGER_S = 5.0  # for the caller to read the last of an answer after the connection was given up
 
 
@@ -202,8 +203,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if self._is_full:
             self._overhead_nbytes += len(data)
-            if self._is_refused and self._overhead_nbytes > _DROPPED_NBYTES:
-                self._abort()
+            if self._is_refused:
+                self._flow.pause_reading()  # it is worth little of the loop's time
+                if self._overhead_nbytes <= _DROPPED_NBYTES:
+                    self.loop.call_later(_DROPPING_S, self._read_on)
             return
         if self._unparsed is None and (len(data) <= self._left_nbytes or data.count(b"\n") <= FEW_LINES):
             self._parse(data)
@@ -525,6 +528,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._flow.catch_up()
         self._flow.resume_reading()
         self.loop.call_later(_LINGER_S, self._abort)
+
+    def _read_on(self) -> None:
+        if not self._lost:
+            self._flow.resume_reading()
 
     def _send_refusal(self, refusal: _RefusedHead) -> None:
         body = msgspec.json.encode(refusal.envelope())

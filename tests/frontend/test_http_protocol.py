@@ -140,7 +140,8 @@ CLOSE = b"connection: close\r\n"
     ],
     ids=["url", "header", "chunk extension", "trailer"],
 )
-async def test_what_does_not_end_is_cut_off(port: int, beginning: bytes) -> None:
+async def test_what_does_not_end_is_cut_off(port: int, beginning: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "_LINGER_S", 0.1)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(beginning)
     sent = 0
@@ -619,6 +620,18 @@ async def test_chunks_have_a_price(port: int, body: bytes, status: bytes) -> Non
     if status == b"400":
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "chunks_too_small"
     writer.close()
+
+
+async def test_a_refused_caller_that_has_gone_leaves_nothing_behind(server: uvicorn.Server, port: int) -> None:
+    """What it has sent is read, and its end is seen."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(CHUNKED + chunks(700_000, 1))
+    assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 400 ")
+    assert len(server.server_state.connections) == 1
+    writer.transport.abort()
+    async with asyncio.timeout(http_protocol._LINGER_S - 1):
+        while server.server_state.connections:
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.both_loops
