@@ -335,7 +335,9 @@ async def test_a_snapshot_has_requests_of_each_owner_and_the_time_of_the_step_th
         await asyncio.gather(*asked)
 
 
-async def test_a_snapshot_says_of_requests_whose_they_are_what_they_took_and_where_they_wait(socket_dir: Path) -> None:
+async def test_a_snapshot_says_of_requests_whose_they_are_what_they_took_and_where_they_wait(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(Counting())
     async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):
         stream = client.generate(msgspec.structs.replace(question(3), owner="a"), request_id="first")
@@ -361,6 +363,9 @@ async def test_a_snapshot_says_of_requests_whose_they_are_what_they_took_and_whe
             ("third", "a", "waiting", 3, "all seats are taken", 0),
         ]
         assert program["requests"][0]["seconds"] > 0
+        monkeypatch.setattr(core._executor, "waits_for", "request {} waits for rain".format, raising=False)
+        requests = (await client.inspect("core")).program["requests"]
+        assert [each["why"] for each in requests[:2]] == ["request 1 waits for rain", "all seats are taken"]
         assert program["requests"][0]["prompt_tokens"] > 0
         assert {caller["owner"]: caller["requests"] for caller in program["callers"]} == {"a": 3, "b": 1}
         assert program["callers"][0]["seconds"] > 0
