@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 
@@ -239,3 +240,18 @@ async def test_it_can_be_ended_while_it_loads_its_executor(start: Start, tmp_pat
             await asyncio.sleep(0.01)
     engine.send(signal.SIGTERM)
     assert await asyncio.wait_for(engine.ended(), 20) == 0
+
+
+GIVING_UP = """
+from shmring.engine import process
+def fail(): raise ArithmeticError("the log is broken")
+process.finish_logging = fail
+process._give_up()
+"""
+
+
+def test_an_engine_that_gives_up_ends_also_where_its_log_fails() -> None:
+    done = subprocess.run([sys.executable, "-c", GIVING_UP + "\nprint('it goes on')"], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "giving up on it" in done.stderr
+    assert "ArithmeticError" not in done.stderr, "it has ended before"

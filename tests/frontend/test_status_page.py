@@ -186,3 +186,45 @@ async def test_a_key_is_asked_for_and_sent(open_engine: Any, open_server: Any, o
     await page.keyboard.press("Enter")
     await page.get_by_text("live, ").wait_for()
     assert not any("the-key" in address for address in asked)
+
+
+# Every text of the page: the contrast of its colour to what is behind it, as WCAG 2 has it.
+CONTRASTS = """() => {
+  const numbers = text => text.match(/[\\d.]+/g).map(Number);
+  const light = colour => { const [r, g, b] = colour.map(v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4); return .2126 * r + .7152 * g + .0722 * b; };
+  const behind = element => { for (let at = element; at; at = at.parentElement) { const c = numbers(getComputedStyle(at).backgroundColor); if (c.length < 4 || c[3]) return c.slice(0, 3); } return [255, 255, 255]; };
+  return [...document.querySelectorAll("body *")].filter(each => each.offsetParent && [...each.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()))
+    .map(each => { const [low, high] = [light(numbers(getComputedStyle(each).color).slice(0, 3)), light(behind(each))].sort((a, b) => a - b); return [each.textContent, (high + .05) / (low + .05)]; });
+}"""  # noqa: E501
+
+
+@pytest.mark.timeout(180)
+async def test_all_who_read_it_can(open_engine: Any, open_server: Any, open_page: Any) -> None:
+    """Those who hear it, who see little contrast, or who have no mouse."""
+    url = await open_server(await open_engine())
+    for scheme in ("light", "dark"):
+        page, said, _ = await open_page(url, viewport=DESKTOP, color_scheme=scheme)
+        await page.locator("#clients thead th").first.wait_for()
+        headings = page.locator("th")
+        assert await headings.count() >= 9
+        assert await headings.evaluate_all("all => all.filter(each => each.scope !== 'col').length") == 0
+        named = "all => all.filter(each => !each.labels?.length && !each.textContent.trim() && !each.ariaLabel).length"
+        assert await page.locator("button, input, select").evaluate_all(named) == 0
+        assert (
+            await page.locator("table").evaluate_all("all => all.filter(each => !each.closest('[aria-labelledby]')).length")
+            == 0
+        )
+        contrasts = await page.evaluate(CONTRASTS)
+        assert len(contrasts) > 30
+        assert [(text, ratio) for text, ratio in contrasts if ratio < 4.5] == []
+        focused = []
+        for _ in range(5):
+            await page.keyboard.press("Tab")
+            focused.append(
+                await page.evaluate("[document.activeElement.id, getComputedStyle(document.activeElement).outlineStyle]")
+            )
+        assert focused[0][0] == "pause"
+        assert "slab" in [name for name, _ in focused]
+        assert {outline for _, outline in focused} == {"solid"}, "one sees where one is"
+        assert said == []
+        await page.close()
