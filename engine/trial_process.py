@@ -37,7 +37,7 @@ __all__ = ["MAX_MESSAGE_NBYTES", "find_fault", "main"]
 
 MAX_MESSAGE_NBYTES = 4096
 
-_NICENESS = 10  # a trial works for one caller, and those who want its core answer everybody
+_NICENESS = 5  # a trial works for one caller, and those who want its core answer everybody
 _OOM_SCORE = 500  # of 1000: when memory runs out, the kernel ends a trial rather than an engine
 _STACK_NBYTES = 1 << 20  # what fits here fits the stack of an engine's thread
 

@@ -188,8 +188,8 @@ class CallersTexts:
         Raises:
             ValueError: the model does not know one of them.
         """
-        wrong = next((token for token in tokens if not 0 <= token < self._vocabulary_size), None)
-        if wrong is not None:
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocabulary_size):
+            wrong = next(token for token in tokens if not 0 <= token < self._vocabulary_size)
             raise ValueError(f"the model {self._name!r} has no token {wrong}; its tokens are 0 to {self._vocabulary_size - 1}")
 
     def text_of(self, tokens: list[int]) -> str:

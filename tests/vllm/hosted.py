@@ -271,7 +271,7 @@ def threads_of(executor: VllmExecutor, run: Any) -> dict[str, list[str]]:
 
     def note(name: str) -> Any:
         def noted(request: GenerateRequest) -> Any:
-            kind = "pictures" if request.media else "texts" if vllm_module.count_characters(request) > 100 else "short"
+            kind = "pictures" if request.media else "texts" if vllm_module.count_characters(request) > 150 else "short"
             threads[kind].append(threading.current_thread().name.rpartition("_")[0])
             return made[name](request)
 
@@ -279,8 +279,8 @@ def threads_of(executor: VllmExecutor, run: Any) -> dict[str, list[str]]:
 
     for name in names:
         setattr(builder, name, note(name))
-    preparing._LONG_CHARACTERS, most = 100, preparing._LONG_CHARACTERS
-    long = "A long text. " * 9
+    preparing._LONG_CHARACTERS, most = 150, preparing._LONG_CHARACTERS
+    long = "A long text. " * 18
     tokenizing = GenerateRequest(prompt=long, tokenize=True)
     run(ask(TEXTS[0]), ask(long), ask(Picture(torch.from_numpy(picture(2).copy())), "Hi"), tokenizing)
     preparing._LONG_CHARACTERS = most
