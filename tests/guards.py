@@ -17,6 +17,62 @@ _IN_THE_RING = "self._at + AT_RECORDS + ((self._head - _up(LENGTH_NBYTES + nbyte
 
 GUARDS = (
     Guard(
+        "what does not fit into the queue of a log that nobody reads is dropped",
+        "engine/log_writer.py",
+        "if self._waiting_nbytes + len(data) <= self._max_waiting_nbytes:",
+        "if True:",
+        "tests/engine/test_log_writer.py::test_a_log_that_nobody_reads_stops_neither_the_program_nor_its_end",
+    ),
+    Guard(
+        "the chunks of a body have a price",
+        "frontend/http_protocol.py",
+        "if self._chunks > _FREE_CHUNKS + self._body_nbytes // _LEAST_CHUNK_NBYTES:",
+        "if False:",
+        "tests/frontend/test_http_protocol.py::test_chunks_have_a_price",
+    ),
+    Guard(
+        "a head has so many headers at most",
+        "frontend/http_protocol.py",
+        "if len(self.headers) >= _MAX_FIELDS:",
+        "if False:",
+        "tests/frontend/test_http_protocol.py::test_a_head_has_a_number_of_headers",
+    ),
+    Guard(
+        "a turn of a frontend's loop parses a bounded part of what came",
+        "frontend/parsing_turns.py",
+        "while left > 0 and self._connections:",
+        "while self._connections:",
+        "tests/frontend/test_http_protocol.py::test_a_turn_of_the_loop_parses_some_of_what_came_and_the_others_come_between",
+    ),
+    Guard(
+        "nothing more is read of a connection while bytes of it wait to be parsed",
+        "frontend/parsing_turns.py",
+        "if not self._is_behind:",
+        "if True:",
+        "tests/frontend/test_http_protocol.py::test_what_waits_to_be_parsed_is_bounded_because_nothing_more_is_read",
+    ),
+    Guard(
+        "the space of a frontend's numbers is reserved",
+        "frontend/number_files.py",
+        "os.posix_fallocate(fd, 0, _NBYTES + owners * _OWNER_NBYTES)",
+        "os.ftruncate(fd, _NBYTES + owners * _OWNER_NBYTES)",
+        "tests/frontend/test_number_files.py::test_all_that_a_frontend_counts_fits_into_what_was_reserved",
+    ),
+    Guard(
+        "one caller has a part of the places to fetch media, and others the rest",
+        "frontend/places.py",
+        "return self._taken[who] < self._most_of_one",
+        "return True",
+        "tests/frontend/test_places.py::test_one_caller_has_no_more_than_its_share_and_others_need_not_wait",
+    ),
+    Guard(
+        "all who ask for a pause meanwhile share one call to the engine",
+        "frontend/admin.py",
+        "await pauses[wait].get()",
+        "await pausing(wait=wait).get()",
+        "tests/frontend/test_admin.py::test_pauses_that_were_given_up_take_no_places_for_calls",
+    ),
+    Guard(
         "features that count more patches than they have are refused",
         "engine/executors/processed.py",
         "if fits and any(feature.shape[0] == 0 for feature in expected):",

@@ -643,6 +643,20 @@ async def test_a_turn_of_the_loop_parses_some_of_what_came_and_the_others_come_b
 
 
 @pytest.mark.both_loops
+async def test_what_waits_to_be_parsed_is_bounded_because_nothing_more_is_read(server: uvicorn.Server, port: int) -> None:
+    """Though the application asks for more, each time that it has got some."""
+    sending = asyncio.create_task(exchange(port, CHUNKED + chunks(100_000, 64) + b"0\r\n\r\n"))
+    longest = 0
+    while not sending.done():
+        for connection in server.server_state.connections:
+            assert isinstance(connection, BoundedHttpProtocol)
+            longest = max(longest, len(connection._unparsed or b""))
+        await asyncio.sleep(0)
+    assert sending.result().endswith(b"\r\n\r\n%d" % (100_000 * 64))
+    assert 10_000 < longest <= 256 << 10, "what one read brings"
+
+
+@pytest.mark.both_loops
 @pytest.mark.parametrize("path", [b"/", b"/late"])
 async def test_a_body_of_many_lines_comes_whole(port: int, path: bytes) -> None:
     LATE.set()
