@@ -129,7 +129,7 @@ def measure_continuous(model: str, cases: Sequence[tuple[int, int]] = CASES, ans
     """Measures transformers' continuous batching with the same prompts, which it does not read once for several answers."""
     torch.set_num_threads(1)
     transformers: Any = importlib.import_module("transformers")
-    checkpoint = load_checkpoint(model, LoadSettings(device="cpu"))
+    checkpoint = load_checkpoint(model, LoadSettings())
     prompts = PromptBuilder(checkpoint, {})
     batching = transformers.ContinuousBatchingConfig(
         num_blocks=_BLOCKS, max_batch_tokens=_PASS_TOKENS, allow_block_sharing=False

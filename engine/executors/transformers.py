@@ -5,10 +5,10 @@ A step reads one token of each answer that is being written, and a piece of the 
 step to step is its :class:`_Answer`, most of which is the model's keys and values. :meth:`TransformersExecutor.forget` lets go
 of it.
 
-A request with media is prepared beside steps, on a thread of its own, one request after the other: the processor scales
-pictures, and the model looks at them. Its media are copied before, in its first step, and then its slots go back. A step copies
-no more than some ten milliseconds take; further requests keep their slots, and come again. Long texts are made into tokens
-beside steps as well, on another thread; the library that does it lets go of the interpreter.
+A request with media is prepared beside steps (:mod:`.preparing`): the processor scales pictures, and the model looks at them.
+Its media are copied before, in its first step, and then its slots go back. A step copies no more than some ten milliseconds
+take; further requests keep their slots, and come again. Long texts are made into tokens beside steps as well; the library that
+does it lets go of the interpreter.
 
 A request with a seed is read by itself, so that it gives the same answer, bit for bit, whatever else is running.
 ``{"batch_decode": false}`` has all read so. With a model that :meth:`~.generation.LanguageModel.check` finds unfit for steps of

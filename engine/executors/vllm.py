@@ -4,11 +4,10 @@ A step is a step of vLLM's, in which it chooses what to compute: a token of each
 is given the new requests, with what frontends prepared (:mod:`.vllm_requests`). vLLM's engine has no process of its own, so no
 tensor crosses to it in a message: what it computes with is made here.
 
-Requests with media are prepared on a thread beside steps, and long texts on another one. A request to encode is prepared in
-pieces: a medium at a time, or some texts. Those of other requests come between, and so do steps. vLLM has only so many of its
-inputs at a time, or all others would wait behind them. A request keeps its slots until all of it is prepared. vLLM is given
-what was made of its media, and its slots go back. A request that ends before its turn has come leaves nothing behind: the
-queue of the thread does not keep what it was to prepare.
+Requests with media, and long texts, are prepared beside steps (:mod:`.preparing`). A request to encode is prepared in pieces: a
+medium at a time, or some texts. Those of other requests come between, and so do steps. vLLM has only so many of its inputs at a
+time, or all others would wait behind them. A request keeps its slots until all of it is prepared. vLLM is given what was made
+of its media, and its slots go back.
 
 Invariants:
 
