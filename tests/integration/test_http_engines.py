@@ -15,6 +15,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from shmring.frontend.app import _METRICS_AGE_S
 from tests.integration.test_http_server import NAME, SAMPLES, Server, chat_body, lives, messages_of, serving
 
 pytestmark = pytest.mark.slow  # processes that import torch, again and again
@@ -46,7 +47,8 @@ async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def metrics_of(http: httpx.AsyncClient) -> dict[tuple[str, str], float]:
-    """What /metrics says, by name and engine."""
+    """What /metrics says now, by name and engine."""
+    await asyncio.sleep(_METRICS_AGE_S)  # so old may an answer be
     response = await http.get("/metrics")
     assert response.status_code == 200
     families = text_string_to_metric_families(response.text)
