@@ -6,8 +6,10 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
-from starlette.types import Receive, Scope
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope
 
 __all__ = ["caller", "caller_of", "on_hang_up"]
 

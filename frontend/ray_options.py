@@ -37,7 +37,7 @@ _OF_SERVE = {
     **dict.fromkeys(("ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "ssl-cert-reqs"), "TLS ends at the load balancer"),
     **dict.fromkeys(("timeout-keep-alive",), "keep_alive_timeout_s in Ray Serve's http_options"),
     **dict.fromkeys(("data-parallel-size", "api-server-count"), "num-replicas: each replica is a frontend and an engine"),
-    **dict.fromkeys(("heartbeat-timeout",), "health_check_period_s and health_check_timeout_s of the deployment"),
+    **dict.fromkeys(("heartbeat-timeout", "health-port"), "health_check_period_s and health_check_timeout_s of the deployment"),
     **dict.fromkeys(("start-timeout", "shutdown-delay"), "leave it out: Ray Serve sends requests to replicas that run"),
     **dict.fromkeys(("uds", "ready-fd", "stop-with-stdin", "config"), "leave it out: these arguments are the configuration"),
 }

@@ -125,7 +125,7 @@ async def test_an_aborted_one_is_released_in_silence(ring: shmring.Ring, ask: An
 
 async def test_what_can_not_be_sent_now_is_sent_later_without_its_slot(ring: shmring.Ring, ask: Any) -> None:
     exchange = await ask()
-    free = occupy_the_reply_reserve(ring, exchange.request.client_id)
+    free = occupy_the_reply_reserve(ring, exchange.request.claim.client_id)
     exchange.request.claim.release()
     flushing = exchange.request.deliver(LARGE_REPLY, finished=True)
     assert flushing is not None
@@ -191,7 +191,7 @@ async def test_a_request_that_is_aborted_while_its_pieces_are_kept_lets_go_of_th
     ring: shmring.Ring, ask: Any, eventually: Any
 ) -> None:
     exchange = await ask()
-    free = occupy_the_reply_reserve(ring, exchange.request.client_id)
+    free = occupy_the_reply_reserve(ring, exchange.request.claim.client_id)
     flushing = exchange.request.deliver(LARGE_REPLY, finished=True)
     assert flushing is not None
     exchange.task.cancel()
@@ -318,7 +318,7 @@ async def test_embeddings_are_no_answer_to_a_conversation(ask: Any) -> None:
 
 async def test_one_that_ends_while_its_reply_waits_leaves_the_line(ring: shmring.Ring, ask: Any) -> None:
     exchange = await ask()
-    free = occupy_the_reply_reserve(ring, exchange.request.client_id)
+    free = occupy_the_reply_reserve(ring, exchange.request.claim.client_id)
     flushing = exchange.request.deliver(LARGE_REPLY, finished=True)
     await asyncio.sleep(0)
     assert ring.statistics().replies_waiting == 1

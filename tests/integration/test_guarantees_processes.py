@@ -357,11 +357,10 @@ async def test_a_slab_in_a_memfd_goes_with_the_last_process_that_maps_it(
     assert segments_of(NAME) == []
 
 
-@pytest.mark.parametrize(("backing", "place"), [("auto", "a memfd"), ("/dev/shm", "/dev/shm"), ("memfd", "a memfd")])
-async def test_a_slab_that_can_never_fit_is_an_error_and_leaves_nothing(backing: str, place: str, socket_dir: Path) -> None:
+@pytest.mark.parametrize("backing", ["auto", "/dev/shm", "memfd"])
+async def test_a_slab_that_can_never_fit_is_an_error_and_leaves_nothing(backing: str, socket_dir: Path) -> None:
     nbytes = 2 * max(shutil.disk_usage("/dev/shm").total, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    reason = rf"reserving \d+ bytes in {place} failed .* lower slab_nbytes"
-    with pytest.raises(shmring.SlabError, match=reason) as caught:
+    with pytest.raises(shmring.SlabError, match=r"a slab of .* can't be had: .* lower slab_nbytes") as caught:
         await shmring.serve(NAME, slab_nbytes=nbytes, reply_nbytes=4096, backing=backing, socket_dir=str(socket_dir))
     assert caught.value.nbytes == nbytes - 4096
     assert segments_of(NAME) == []
