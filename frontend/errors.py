@@ -45,7 +45,6 @@ import traceback
 from collections.abc import Mapping
 
 import msgspec
-from starlette.exceptions import HTTPException
 
 import shmring
 from shmring.core.loggers import logger_of
@@ -123,6 +122,8 @@ class ApiError(Exception):
 
 def api_error_of(error: Exception) -> ApiError:
     """Returns the error that the caller gets; the table is at the head of this file."""
+    from starlette.exceptions import HTTPException  # here, since the command line reads settings, and they these errors
+
     match error:
         case ApiError():
             return error
