@@ -49,13 +49,15 @@ class ParsingTurns:
 
     def _take_turns(self) -> None:
         left = _PRICE_PER_TURN
-        while left > 0 and self._connections:
-            left -= self._connections[0].parse_slice()
-            connection = self._connections.popleft()
-            if connection.is_behind:
-                self._connections.append(connection)
-        if self._connections:
-            asyncio.get_running_loop().call_soon(self._take_turns)
+        try:
+            while left > 0 and self._connections:
+                connection = self._connections.popleft()
+                left -= connection.parse_slice()
+                if connection.is_behind:
+                    self._connections.append(connection)
+        finally:  # a bug that one of them meets holds up none of the others
+            if self._connections:
+                asyncio.get_running_loop().call_soon(self._take_turns)
 
 
 class Flow(FlowControl):
