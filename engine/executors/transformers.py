@@ -461,15 +461,7 @@ class TransformersExecutor:
         inputs = prompts.build(request)
         tokens = inputs["input_ids"][0]
         answers = [
-            _Answer(
-                request.sampling,
-                tokens,
-                self._checkpoint,
-                self._texts,
-                reader,
-                grammar,
-                index,
-            )
+            _Answer(request.sampling, tokens, self._checkpoint, self._texts, reader, grammar, index)
             for index, (reader, grammar) in enumerate(zip(prompts.readers_of(request, tokens), grammars, strict=True))
         ]
         return answers, self._model.prepare(inputs)
