@@ -114,6 +114,9 @@ def _every() -> Iterator[Attack]:
     yield chats("4096 empty messages", 16, _chat(messages=empty))
     known = _chat(4, response_format=_form("known"))
     yield chats("new forms, beside a known one", 16, _chat(4, response_format=_form(f"f{NUMBER}", 12, 5)), known)
+    refused = _chat(4, structured_outputs={"regex": f"(a{{1000}}){{200}}{NUMBER}"})
+    yield chats("new forms that are refused after two seconds, beside a known one", 16, refused, known)
+    yield chats("a pattern of 10,000 letters", 16, _chat(100, structured_outputs={"regex": "a{10000}"}))
     yield chats("a pattern of 100,000 letters", 4, _chat(structured_outputs={"regex": "a{100000}"}))
 
 

@@ -152,6 +152,7 @@ class Grammars:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._tokens = FormTokens(checkpoint.tokenizer, checkpoint.eos_token_ids)
+        self._tokens.make()
         self._trials = Trials(self._tokens)
         self._compiling = SharedThreads(_COMPILING, "shmring-grammars")
         self._masking = SharedThreads(_MASKING, "shmring-masks")
@@ -238,7 +239,7 @@ class Grammars:
 
     def _compile(self, form: Form, count: int, owner: str) -> tuple[list[Grammar], float]:
         llguidance = importlib.import_module("llguidance")
-        tokens, limits = self._tokens.get(), llguidance.LLParserLimits(**_LIMITS)
+        tokens, limits = self._tokens.make(), llguidance.LLParserLimits(**_LIMITS)
         began_s = time.thread_time()
         try:
             grammar = write_grammar(form, self._tokens.write_mark)

@@ -64,19 +64,30 @@ TRIAL_LIMITS: dict[str, Any] = {
 class FormTokens:
     """A model's tokens as llguidance has them, for answers here and for trials there.
 
+    Making them takes most of a second, in which no other thread runs. So it is done when a model is loaded.
+
     Args:
         tokenizer: of transformers.
         ends: tokens that end any answer; none: the one that the tokenizer names.
 
     Attributes:
         ends: the tokens that do.
+        text: what llguidance's tokenizer is made of; empty if forms can't be had (:meth:`missing`).
     """
 
     def __init__(self, tokenizer: Any, ends: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
         self.ends = sorted(ends) or [end for end in [tokenizer.eos_token_id] if end is not None]
+        self.text = ""
         self._tokens: Any = None
-        self._lock = threading.Lock()  # for the above
+        self._fault = ""
+        if self.missing() is None:
+            backend = tokenizer.backend_tokenizer
+            if backend.padding is not None or backend.truncation is not None:
+                backend = copy.copy(backend)  # a second's work
+                backend.no_padding()
+                backend.no_truncation()
+            self.text = backend.to_str()
 
     def missing(self) -> str | None:
         """What an answer can't have a form without; None: nothing."""
@@ -86,27 +97,23 @@ class FormTokens:
             return "response_format, structured_outputs and a required call need llguidance, which is not installed"
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
             return "response_format, structured_outputs and a required call need a tokenizer of the library tokenizers"
-        return None
+        return self._fault or None
 
-    def get(self) -> Any:
-        """Returns llguidance's tokenizer: the first time, that is a second's work."""
-        with self._lock:
-            if self._tokens is None:
-                self._tokens = importlib.import_module("llguidance").LLTokenizer(self.text(), eos_token=self.ends or None)
-            return self._tokens
-
-    def text(self) -> str:
-        """Returns what llguidance's tokenizer is made of."""
-        backend = copy.copy(self._tokenizer.backend_tokenizer)
-        backend.no_padding()
-        backend.no_truncation()
-        text: str = backend.to_str()
-        return text
+    def make(self) -> Any:
+        """Makes llguidance's tokenizer, which takes half a second for 150,000 tokens; returns it if forms can be had."""
+        if self._tokens is None and self.text and not self._fault:
+            try:
+                self._tokens = importlib.import_module("llguidance").LLTokenizer(self.text, eos_token=self.ends or None)
+            except Exception as error:  # noqa: BLE001 - whatever it does not understand; the model can be used without forms
+                self._fault = (
+                    f"with this model, answers can't have a form: llguidance can't read its tokens: {first_line(error)}"
+                )
+        return self._tokens
 
     def write_mark(self, text: str) -> str:
         """Returns a mark as a grammar has it: a control token is no text."""
-        token = self._tokenizer.get_vocab().get(text)
-        return f"<[{token}]>" if token is not None and self.get().is_special_token(token) else quoted(text)
+        token = self._tokenizer.backend_tokenizer.token_to_id(text)
+        return f"<[{token}]>" if token is not None and self.make().is_special_token(token) else quoted(text)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -285,7 +292,7 @@ class _TrialProcess:
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settings = {"ends": self._tokens.ends, "seconds": _MAX_SECONDS, "nbytes": _MAX_NBYTES, "limits": TRIAL_LIMITS}
-        with theirs, _memory_file(self._tokens.text()) as file:
+        with theirs, _memory_file(self._tokens.text) as file:
             fds = [theirs.fileno(), file.fileno()]
             self._process = Process.start(
                 # -P: nothing is imported from the working directory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -14,7 +15,7 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
-from shmring.engine.executors.interface import ExecutorOptions, FormError, StepInput
+from shmring.engine.executors.interface import ExecutorOptions, FormError, StepInput, StepOutput
 from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputsParams, TextPart
 from tests.stepping import answer, run
 from tests.tables import for_each
@@ -343,6 +344,41 @@ def test_without_the_library_or_a_fit_tokenizer_it_is_refused(
             without.setattr(type(executor._checkpoint.tokenizer), "backend_tokenizer", None)
         with pytest.raises(ValueError, match=f"response_format.*{'llguidance' if lacking == 'library' else 'a tokenizer of'}"):
             answer(executor, ask(structure=StructuredOutputsParams(json_object=True)))
+
+
+def test_what_takes_long_of_the_tokens_is_made_when_the_model_is_loaded(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stop all threads when the first form comes."""
+    executor = TransformersExecutor(ExecutorOptions(model=str(tiny_model("llama"))))
+    backend = importlib.import_module("tokenizers").Tokenizer
+    for owner, name in ((importlib.import_module("llguidance"), "LLTokenizer"), (backend, "to_str"), (backend, "get_vocab")):
+        monkeypatch.setattr(owner, name, None)
+    assert told(executor, ask(structure=StructuredOutputsParams(choice=["quick"]))) == ("quick", "stop")
+    executor.close()
+
+
+def test_a_model_whose_tokens_llguidance_does_not_read_is_loaded_and_has_no_forms(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("tokenizers").Tokenizer, "to_str", lambda _: '{"version": "9"}')
+    executor = TransformersExecutor(ExecutorOptions(model=str(tiny_model("llama"))))
+    with pytest.raises(ValueError, match="answers can't have a form: llguidance can't read its tokens"):
+        answer(executor, ask(structure=StructuredOutputsParams(choice=["quick"])))
+    assert answer(executor, ask(max_tokens=2, ignore_eos=True))
+
+
+def test_a_form_that_fails_later_says_so_by_its_type(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_LIMITS", grammars._LIMITS | {"max_lexer_states": 300})
+    structure = StructuredOutputsParams(regex=r"(\w+ ){50,300}\w+\.")
+    replies, output = 0, StepOutput(finished=False, keep_inputs=True)
+    batch = [StepInput(1, ask(structure=structure, seed=1))]
+    while isinstance(output, StepOutput):
+        [output] = executor.execute(batch)  # type: ignore[assignment]
+        replies += isinstance(output, StepOutput) and output.reply is not None
+        batch = [StepInput(1, batch[0].payload if getattr(output, "keep_inputs", False) else None)]
+    assert isinstance(output, FormError)
+    assert replies > 3
 
 
 def test_min_tokens_can_not_be_asked_for_beside(executor: TransformersExecutor) -> None:
