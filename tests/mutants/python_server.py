@@ -171,6 +171,63 @@ FAULTS = (
         ),
     ),
     *faults_in(
+        "engine/executors/shared_threads.py",
+        (
+            "an owner has several jobs at a time",
+            "[owner for owner in self._waiting if owner not in self._busy]",
+            "[owner for owner in self._waiting]",
+            "tests/engine/test_shared_threads.py::test_an_owner_has_one_job_at_a_time_and_others_come_between",
+        ),
+        (
+            "it does not matter who has used how much",
+            "min(free, key=self._accounts.used, default=None)",
+            "min(free, default=None)",
+            "tests/engine/test_shared_threads.py::test_who_has_used_least_is_next",
+        ),
+    ),
+    *faults_in(
+        "engine/executors/grammars.py",
+        (
+            "known forms wait behind new ones",
+            'SharedThreads(_COMPILING, "shmring-grammars")',
+            "self._trials._threads",
+            "tests/engine/test_grammars.py::test_what_is_tried_and_compiled_for_others_keeps_no_known_form_waiting",
+        ),
+        (
+            "what may be next is found out in the step",
+            "            self.future = self._masking(self._find_next)\n",
+            "            self._find_next()\n",
+            "tests/engine/test_grammars.py::test_an_answer_waits_alone_for_its_next_tokens",
+        ),
+        (
+            "a request that is refused has not paid for its trial",
+            "            if seconds := trial.take_seconds(owner):",
+            "            if (seconds := trial.take_seconds(owner)) < 0:",
+            "tests/engine/test_grammars.py::test_a_request_that_fails_has_paid_for_its_trial",
+        ),
+        (
+            "a lexer that is used up ends the answer",
+            "        if self.future.done() and self._error and len(self._taken) >= self._fresh_until:",
+            "        if False:",
+            "tests/engine/test_grammars.py::test_a_lexer_that_is_used_up_is_made_anew",
+        ),
+    ),
+    *faults_in(
+        "engine/executors/callers_texts.py",
+        (
+            "messages are laid out within a step, however many they are",
+            "_OF_MESSAGE = 80",
+            "_OF_MESSAGE = 0",
+            "tests/engine/test_transformers.py::test_what_is_dear_to_lay_out_is_laid_out_beside_steps",
+        ),
+        (
+            "more messages than the model reads tokens are laid out",
+            "        if len(request.messages) > self._max_model_len:",
+            "        if False:",
+            "tests/engine/test_transformers.py::test_more_messages_than_tokens_that_the_model_reads_are_refused_before_they_are_laid_out",
+        ),
+    ),
+    *faults_in(
         "engine/request.py",
         (
             "the timer of a request that has ended goes off",
