@@ -47,6 +47,7 @@ class CallersTexts:
         has_template: whether conversations can be laid out.
         response_template: how the model writes answers with calls; None: conversations can't have tools, because the template
             does not write them, or calls in answers can't be read.
+        message_tokens: that the template writes for a message in which nothing stands, as far as that is known.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class CallersTexts:
         self._vocabulary_size = vocabulary_size
         self._max_model_len = max_model_len
         self._sanitizes = sanitizes
+        self.message_tokens = 1
         self._longest_token = _find_longest_token(tokenizer)
         self._control_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
@@ -136,14 +138,15 @@ class CallersTexts:
         ]
 
     def check_length(self, request: GenerateRequest) -> None:
-        """Checks a request by how many messages and characters it has: any template writes a token for a message at least.
+        """Checks a request by its messages and characters: a template writes tokens for a message that is empty, too.
 
         Raises:
             ContextLengthError: it is too long, whatever tokens it is made of.
         """
         max_tokens = request.sampling.max_tokens
-        if len(request.messages) > self._max_model_len:
-            raise ContextLengthError(len(request.messages), max_tokens, self._max_model_len, estimated=True)
+        fewest_tokens = self.message_tokens * len(request.messages)
+        if fewest_tokens > self._max_model_len:
+            raise ContextLengthError(fewest_tokens, max_tokens, self._max_model_len, estimated=True)
         self.check_characters(_length_of(request), max_tokens)
 
     def check_characters(self, characters: int, max_tokens: int | None) -> None:

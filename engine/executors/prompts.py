@@ -111,7 +111,22 @@ class PromptBuilder:
             sanitizes=self._sanitizes,
         )
         self.has_template, self.has_tools = self._texts.has_template, self._texts.has_tools
+        self._texts.message_tokens = self._measure_message()
         self.input = self._describe_input()
+
+    def _measure_message(self) -> int:
+        """Returns how many tokens the template writes for a message in which nothing stands; 1 if that is not known."""
+        if not self.has_template:
+            return 1
+        messages = [{"role": role, "content": "" if self._processor is None else []} for role in ("user", "assistant", "user")]
+        try:
+            one, three = (
+                self._apply_template(messages[:count], [], add_generation_prompt=False)["input_ids"].shape[1]
+                for count in (1, 3)
+            )
+        except Exception:  # noqa: BLE001 - a template need not take empty messages
+            return 1
+        return max(1, int(three - one) // 2)
 
     def offer_processor(self) -> None:
         """Has frontends process pictures (:attr:`input` then says so), where that is right; else the log says why not."""

@@ -441,10 +441,10 @@ class TransformersExecutor:
                     outputs[request_id] = _WAITS
                     return
                 grammars = ready
+            self._prompts.check_length(request)
             characters = count_characters(request)
             thread = thread_for(characters, has_media=bool(request.media) and self._model.flat)
             if thread is not None:
-                self._prompts.check_length(request)
                 request = msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])
             elif not self._preparing.has_room(characters):
                 outputs[request_id] = _COMES_AGAIN

@@ -1213,6 +1213,7 @@ def test_what_is_dear_to_lay_out_is_laid_out_beside_steps(
 
     for prompts in executor._prompts_of.values():
         monkeypatch.setattr(prompts, "build", build)
+    monkeypatch.setattr(executor._prompts._texts, "message_tokens", 1)
     with pytest.raises(ValueError, match="it is not looked at"):
         answer(executor, request_of())
     assert threads == ["shmring-texts"]
@@ -1221,14 +1222,19 @@ def test_what_is_dear_to_lay_out_is_laid_out_beside_steps(
 def test_more_messages_than_tokens_that_the_model_reads_are_refused_before_they_are_laid_out(
     executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    length = executor._checkpoint.max_model_len
+    def messages(count: int, text: str) -> GenerateRequest:
+        return GenerateRequest([ChatMessage(("user", "assistant")[number % 2], [TextPart(text)]) for number in range(count)])
+
+    length, tokens = executor._checkpoint.max_model_len, executor._prompts._texts.message_tokens
+    one, nine = (executor._prompts.build(messages(count, ""))["input_ids"].shape[1] for count in (1, 9))
+    assert 3 < tokens <= (nine - one) / 8
     for prompts in executor._prompts_of.values():
-        monkeypatch.setattr(prompts._texts, "lay_out", None)
+        monkeypatch.setattr(prompts, "build", None)
     for text in ("", "Hi"):
-        requests = [GenerateRequest([ChatMessage("user", [TextPart(text)]) for _ in range(length + 1)]) for _ in range(16)]
+        requests = [messages(length // tokens + 1, text) for _ in range(16)]
         outputs = executor.execute([StepInput(number, request) for number, request in enumerate(requests)])
         assert {type(output) for output in outputs} == {ContextLengthError}
-        assert f"at least {length + 1} tokens" in str(outputs[0])
+        assert f"at least {tokens * (length // tokens + 1)} tokens" in str(outputs[0])
 
 
 def test_several_answers_without_a_seed_share_steps(executor: TransformersExecutor) -> None:

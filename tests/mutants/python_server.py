@@ -222,8 +222,8 @@ FAULTS = (
         ),
         (
             "more messages than the model reads tokens are laid out",
-            "        if len(request.messages) > self._max_model_len:",
-            "        if False:",
+            "        fewest_tokens = self.message_tokens * len(request.messages)\n",
+            "        fewest_tokens = 1\n",
             "tests/engine/test_transformers.py::test_more_messages_than_tokens_that_the_model_reads_are_refused_before_they_are_laid_out",
         ),
     ),
