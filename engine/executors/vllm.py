@@ -225,7 +225,7 @@ class VllmExecutor:
         """
         outputs: dict[int, StepOutput | Exception] = {}
         self._preparing.begin_step()
-        for part in sorted(batch, key=self._turn_of):
+        for part in self._in_turn(batch):
             try:
                 outputs[part.request_id] = self._enter(part)
             except ExecutorDeadError:
@@ -290,9 +290,16 @@ class VllmExecutor:
 
     # -- what comes ----------------------------------------------------------------------------------------------------
 
-    def _turn_of(self, part: StepInput) -> float:
-        request = self._requests.get(part.request_id)
-        return math.inf if request is None else request.turn
+    def _in_turn(self, batch: Sequence[StepInput]) -> list[StepInput]:
+        """Returns the parts of a step in the order in which prompts are made: by owner as they stand, of each owner in turn."""
+        owners: dict[str, int] = {}
+
+        def turn_of(part: StepInput) -> tuple[int, float]:
+            owner = "" if part.payload is None else part.payload.owner
+            request = self._requests.get(part.request_id)
+            return owners.setdefault(owner, len(owners)), math.inf if request is None else request.turn
+
+        return sorted(batch, key=turn_of)
 
     def _enter(self, part: StepInput) -> StepOutput:
         """Gives a request to vLLM, in its first step or as far as it is prepared."""
