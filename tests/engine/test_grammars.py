@@ -264,8 +264,10 @@ def test_an_answer_waits_alone_for_its_next_tokens(executor: TransformersExecuto
 
     monkeypatch.setattr(Grammar, "_find_next", find_slowly)
     replies = []
+    payload: Any = formed[1]
     while not began.is_set():
-        [output] = executor.execute([StepInput(1, formed[1])])
+        [output] = executor.execute([StepInput(1, payload)])
+        payload = payload if output.keep_inputs else None  # type: ignore[union-attr]
         replies += [output.reply]  # type: ignore[union-attr]
     chat = ask("Hello", temperature=0, max_tokens=40, ignore_eos=True)
     executor.execute([StepInput(1, None), StepInput(2, chat)])

@@ -35,6 +35,7 @@ KEYS = {"api_keys": "SHMRING_API_KEY", "admin_keys": "SHMRING_ADMIN_KEY"}
 # What is given for options whose type does not say what could be.
 EXAMPLES = {
     "name": "another",
+    "slab_nbytes": "32MiB",
     "host": "::1",
     "root_path": "/llm",
     "model": "owner/name",
