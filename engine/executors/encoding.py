@@ -32,11 +32,10 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeAlias
 
-import msgspec
 import torch
 
 from shmring.engine.executors.failures import report
-from shmring.engine.executors.interface import ExecutorDeadError, StepOutput
+from shmring.engine.executors.interface import ExecutorDeadError, StepOutput, priced
 from shmring.engine.protocol import EncodeReply, EncodeRequest, Medium, Text
 
 __all__ = ["Encoded", "EncodingLine"]
@@ -155,13 +154,8 @@ class EncodingLine:
                     heapq.heappush(large, self._place(number, owner, requests))
             if 0 < len(results) < len(offered):
                 break
-        return {number: self._priced(number, output, before_s.get(number, 0.0)) for number, output in outputs.items()}
-
-    def _priced(self, number: int, output: StepOutput | Exception, before_s: float) -> StepOutput | Exception:
-        """Returns an output that says what its request took."""
-        if isinstance(output, Exception) or (taken := self._progress[number].seconds - before_s) <= 0:
-            return output
-        return msgspec.structs.replace(output, seconds=taken)
+        taken_s = {number: progress.seconds - before_s[number] for number, progress in mine}
+        return {number: priced(output, taken_s.get(number, 0.0)) for number, output in outputs.items()}
 
     def _place(self, number: int, owner: str, requests: Mapping[int, EncodeRequest]) -> tuple[bool, float, int]:
         """Where a large request stands in line; those of the owner come first."""

@@ -28,6 +28,7 @@ __all__ = [
     "OverloadedError",
     "StepInput",
     "StepOutput",
+    "priced",
 ]
 
 
@@ -123,6 +124,13 @@ class StepOutput(msgspec.Struct, frozen=True):
     keep_inputs: bool = False
     others: Sequence[GenerateReply] = ()
     seconds: float = 0.0
+
+
+def priced(output: StepOutput | Exception, seconds: float) -> StepOutput | Exception:
+    """Returns an output that says that its request took so many seconds more of the step. An error says nothing of it."""
+    if isinstance(output, Exception) or seconds <= 0:
+        return output
+    return msgspec.structs.replace(output, seconds=output.seconds + seconds)
 
 
 @runtime_checkable

@@ -57,6 +57,7 @@ from shmring.engine.executors.interface import (
     ExecutorOptions,
     StepInput,
     StepOutput,
+    priced,
 )
 from shmring.engine.executors.preparing import LOOKING_S, MEDIA, TEXTS, Preparing, is_long, thread_for
 from shmring.engine.executors.prompts import PromptBuilder
@@ -371,7 +372,7 @@ class TransformersExecutor:
                     self._take(request_id, beside, beside_s)
             if isinstance(output, Exception) or output.finished:
                 self.forget(request_id)
-        return [self._priced(part.request_id, outputs[part.request_id]) for part in batch]
+        return [priced(outputs[part.request_id], self._taken.get(part.request_id, 0.0)) for part in batch]
 
     def waits_for(self, request_id: int) -> str:
         """Says what a request of the step waits for; nothing, if its answer is being written. From any thread."""
@@ -404,11 +405,6 @@ class TransformersExecutor:
     def _take(self, request_id: int, part: str, seconds: float) -> None:
         self._taken[request_id] += seconds
         self.spent_s[part] += seconds
-
-    def _priced(self, request_id: int, output: StepOutput | Exception) -> StepOutput | Exception:
-        """Returns an output that says what the request took of the step."""
-        taken = self._taken.get(request_id)
-        return output if taken is None or isinstance(output, Exception) else msgspec.structs.replace(output, seconds=taken)
 
     def forget(self, request_id: int) -> None:
         """Lets go of a request's keys and values, or of its embeddings so far."""
@@ -545,6 +541,8 @@ class TransformersExecutor:
         chosen = self._those_ready(chosen)
         twins: list[tuple[_Answer, torch.Tensor]] = []
         for answer, row in chosen:
+            if not answer.twins:
+                continue
             try:
                 with self._taking(answer.request_id, "choosing"):
                     twins += [(twin, row) for twin in self._begin_twins(answer, row, room[answer.request_id])]

@@ -46,6 +46,7 @@ from shmring.engine.executors.interface import (
     ExecutorOptions,
     StepInput,
     StepOutput,
+    priced,
 )
 from shmring.engine.executors.preparing import MEDIA, Preparing, is_long, thread_for
 from shmring.engine.executors.tool_calls import ResponseReader, read
@@ -241,14 +242,8 @@ class VllmExecutor:
         elif any(output is _WAITS for output in outputs.values()):
             trials = [request.trial.future for request in self._requests.values() if request.trial is not None]
             self._preparing.wait(outputs, trials)
-        return [self._priced(part.request_id, outputs[part.request_id]) for part in batch]
-
-    def _priced(self, request_id: int, output: StepOutput | Exception) -> StepOutput | Exception:
-        """Returns an output that says what was prepared for the request meanwhile, in seconds."""
-        seconds = self._preparing.take_seconds(request_id)
-        if not seconds or isinstance(output, Exception):
-            return output
-        return msgspec.structs.replace(output, seconds=output.seconds + seconds)
+        # What was prepared for a request meanwhile is part of what it took.
+        return [priced(outputs[part.request_id], self._preparing.take_seconds(part.request_id)) for part in batch]
 
     def forget(self, request_id: int) -> None:
         """Ends a request in vLLM's engine, unless it has ended."""
@@ -426,9 +421,7 @@ def _shared(
     """Returns the outputs of requests with what they took of a step."""
     whole = max(1, sum(weights.values()))
     return {
-        number: msgspec.structs.replace(output, seconds=seconds * weight / whole)
-        for number, weight in weights.items()
-        if isinstance(output := outputs.get(number), StepOutput)
+        number: priced(outputs[number], seconds * weight / whole) for number, weight in weights.items() if number in outputs
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shmring.engine.executors.interface import StepOutput
+from shmring.engine.executors.interface import StepOutput, priced
 from shmring.engine.executors.vllm import _Answer, _Request, _shared
 
 
@@ -26,3 +26,10 @@ def test_a_steps_time_is_shared_by_weight_among_those_whom_vllm_has() -> None:
     shared = _shared(outputs, {1: 90, 2: 5, 3: 5}, 2.0)
     assert {number: output.seconds for number, output in shared.items() if isinstance(output, StepOutput)} == {1: 1.8, 2: 0.1}
     assert _shared(outputs, {}, 2.0) == {}
+
+
+def test_what_a_request_took_in_several_places_is_added_up() -> None:
+    output, error = StepOutput(finished=False, seconds=1.5), ValueError("wrong")
+    assert priced(output, 0.5) == StepOutput(finished=False, seconds=2.0)
+    assert priced(output, 0.0) is output
+    assert priced(error, 1.0) is error
