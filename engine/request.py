@@ -58,7 +58,7 @@ class EngineRequest:
         self.arrived_at = time.monotonic()
         self.admitted_at = 0.0
         self.first_reply_at = 0.0
-        self.owner = payload.owner or f"client {claim.client_id}"
+        self.owner = payload.owner = payload.owner or f"client {claim.client_id}"  # executors share by owner, too
         self.priority = payload.priority
         self.deadline = payload.deadline
         self.nbytes = _nbytes(payload)

@@ -377,6 +377,23 @@ async def test_a_snapshot_says_of_requests_whose_they_are_what_they_took_and_whe
         await asyncio.gather(*waiting)
 
 
+async def test_an_executor_is_told_whose_a_request_without_an_owner_is(socket_dir: Path) -> None:
+    owners: list[str] = []
+
+    def compute(batch: Sequence[StepInput]) -> list[StepOutput]:
+        owners.extend(part.payload.owner for part in batch if part.payload is not None)
+        return [mean(part) for part in batch]
+
+    async with (
+        engine_and_client(compute, socket_dir) as (_, first),
+        await EngineClient.connect("core", socket_dir=str(socket_dir), inline_nbytes="1KiB") as second,
+    ):
+        await encode(first, request_of(1))
+        await encode(second, request_of(2))
+        await encode(second, request_of(3, owner="a"))
+    assert owners == ["client 1", "client 2", "a"]
+
+
 async def test_owners_of_one_frontend_take_turns_and_a_request_without_one_is_its_frontends(socket_dir: Path) -> None:
     gate = Gate()
     async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):
