@@ -86,7 +86,7 @@ class Accounts:
             self._used.clear()
 
     def charge(self, owner: str, seconds: float, now: float) -> None:
-        """A request of an owner has taken so many seconds of a step that has ended now."""
+        """Requests of an owner have taken so many seconds of a step that has ended now."""
         if owner in self._requests:
             self._used[owner] += seconds
         window = int(now // _WINDOW_S)

@@ -314,11 +314,13 @@ class EngineCore:
         told = [output.seconds if isinstance(output, StepOutput) else 0.0 for output in outputs]
         silent = told.count(0.0)
         share = max(0.0, seconds - sum(told)) / max(1, silent or len(told))
-        charge = self._scheduler.accounts.charge
+        used: dict[str, float] = {}
         for request, taken in zip(batch, told, strict=True):
             taken += 0.0 if taken and silent else share
             request.seconds += taken
-            charge(request.owner, taken, now)
+            used[request.owner] = used.get(request.owner, 0.0) + taken
+        for owner, taken in used.items():
+            self._scheduler.accounts.charge(owner, taken, now)
 
     def _deliver(self, request: EngineRequest, output: StepOutput, now: float) -> None:
         if not output.keep_inputs and not request.claim.released:

@@ -6,7 +6,7 @@ step that runs has spent counts as well.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,7 +46,8 @@ class Spending:
     def __init__(self, now: float) -> None:
         self._began = now
         self._noted: dict[str, float] = {}
-        self._seconds: deque[tuple[int, defaultdict[str, float]]] = deque(maxlen=_OVER_S)
+        # For each of the last seconds in which something was noted: what had been spent before.
+        self._before: deque[tuple[int, dict[str, float]]] = deque(maxlen=_OVER_S)
 
     def note(self, now: float, steps: float, parts: Mapping[str, float]) -> None:
         """Notes what was spent so far.
@@ -57,12 +58,9 @@ class Spending:
             parts: seconds by part, since the start.
         """
         second = int(now)
-        if not self._seconds or self._seconds[-1][0] != second:
-            self._seconds.append((second, defaultdict(float)))
-        spent = self._seconds[-1][1]
-        for part, seconds in {**parts, _STEPS: steps}.items():
-            spent[part] += seconds - self._noted.get(part, 0.0)
-            self._noted[part] = seconds
+        if not self._before or self._before[-1][0] != second:
+            self._before.append((second, self._noted))
+        self._noted = {**parts, _STEPS: steps}
 
     def describe(self, now: float, steps_s: Sequence[float]) -> dict[str, Any]:
         """Returns what the last seconds were spent on: ``over_s`` of them, the share of ``steps``, ``parts`` and a ``cause``.
@@ -72,11 +70,8 @@ class Spending:
             steps_s: how long the last steps took.
         """
         first = int(now) - _OVER_S + 1
-        spent: defaultdict[str, float] = defaultdict(float)
-        for second, parts in self._seconds:
-            if second >= first:
-                for part, seconds in parts.items():
-                    spent[part] += seconds
+        before = next((noted for second, noted in self._before if second >= first), self._noted)
+        spent = {part: seconds - before.get(part, 0.0) for part, seconds in self._noted.items()}
         steps = spent.pop(_STEPS, 0.0)
         over_s = max(now - max(first, self._began), steps, 0.001)  # a step counts where it ends, also if it began before
         beside = [_Share(spent.pop(part, 0.0) / over_s, *texts) for part, texts in _BESIDE.items()]

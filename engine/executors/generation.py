@@ -111,12 +111,15 @@ class LanguageModel:
         model: a ``PreTrainedModel`` in evaluation mode, on its device.
 
     Attributes:
+        device, dtype: where it computes, and with what.
         flat: whether it takes flat steps; see :meth:`check`.
         contexts: the keys and values of those.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.device: torch.device = model.device  # which a model looks for among its parameters
+        self.dtype: torch.dtype = model.dtype
         self._cache_utils = importlib.import_module("transformers.cache_utils")
         self._accepted = set(inspect.signature(model.forward).parameters)
         self._backbone = _find_backbone(model, self._accepted)
@@ -129,18 +132,6 @@ class LanguageModel:
     def can_read(self) -> bool:
         """Whether :meth:`read` works: the architecture has its language head apart from everything else."""
         return self._backbone is not None
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        device: torch.device = self._model.device
-        return device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it computes with."""
-        dtype: torch.dtype = self._model.dtype
-        return dtype
 
     # -- what a request passes ---------------------------------------------------------------------------------------------
 

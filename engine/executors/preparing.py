@@ -77,11 +77,10 @@ class Preparing(Generic[_Prepared]):
         """
         job = self._jobs[request_id] = _Job(work)
         if thread is not None:
-            self.threads[thread].submit(owner, job.run)
+            self.threads[thread].submit(owner, job.run_beside)
             return
         self._characters += characters
         job.run()
-        job.seconds = 0.0  # the step's
 
     def take(self, request_id: int) -> _Prepared | None:
         """Returns what was prepared for a request; None if nothing is ready.
@@ -129,17 +128,20 @@ class _Job(Generic[_Prepared]):
         self._work = [work]  # until it has begun, or is cancelled
         self.seconds = 0.0
 
-    def run(self) -> tuple[None, float]:
+    def run(self, clock: Callable[[], float] = lambda: 0.0) -> None:
         if not self.future.set_running_or_notify_cancel():
-            return None, 0.0
-        began_s = time.thread_time()
+            return
+        began_s = clock()
         try:
             prepared = self._work.pop()()
-            self.seconds = time.thread_time() - began_s
+            self.seconds = clock() - began_s
             self.future.set_result(prepared)
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is taken
             self.future.set_exception(error)
-        return None, 0.0
+
+    def run_beside(self) -> tuple[None, float]:
+        self.run(time.thread_time)
+        return None, 0.0  # used elsewhere
 
     def cancel(self) -> None:
         if self.future.cancel():

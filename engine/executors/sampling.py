@@ -16,12 +16,11 @@ likely as the last one that is left is left, too.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from array import array
 from collections.abc import Collection, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -67,8 +66,7 @@ _ROUNDING = 1e-5  # by which the sum of 150 000 probabilities in float32 may dif
 _BLOCK = 512  # shares that are added up before the one that is drawn is looked for among them
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A token that was chosen.
 
     Attributes:
@@ -185,16 +183,15 @@ class Sampler:
             raise RuntimeError(
                 "the model's logits hold NaN or infinity: its weights are damaged, or do not fit its dtype; try dtype float32"
             )
-        with np.errstate(over="ignore"):  # what is less than float32 takes is minus infinity
-            if self._generator is None:
-                scores = self._score(row, 1.0, grammar)
-                token = likeliest if scores is row else int(scores.argmax())
-            else:
-                # Of logits beyond 1e34, the greatest wins at any temperature.
-                scale = min(1 / self._params.temperature, _MAX_SCORE / max(1.0, abs(best)))
-                scores = self._score(row, scale, grammar)
-                token = self._draw(scores)
-        if min(row[token], scores[token]) == -math.inf:
+        if self._generator is None:
+            scores = self._score(row, 1.0, grammar)
+            token = likeliest if scores is row else int(scores.argmax())
+        else:
+            # Of logits beyond 1e34, the greatest wins at any temperature.
+            scale = min(1 / self._params.temperature, _MAX_SCORE / max(1.0, abs(best)))
+            scores = self._score(row, scale, grammar)
+            token = self._draw(scores)
+        if scores is not row and min(row[token], scores[token]) == -math.inf:
             raise RuntimeError("no token can be chosen: the model has no probability for any that may be next")
         self._chosen += 1
         if self._counts is not None and self._used is not None:
@@ -211,13 +208,14 @@ class Sampler:
         has_ends = self._chosen < self._params.min_tokens and len(self._ends)
         if scale == 1 and grammar is None and not (self._penalises or len(self._biased) or has_ends):
             return row
-        scores = row * np.float32(scale)
-        if self._penalises:
-            self._penalise(row, scale, scores)
-        if len(self._biased):
-            if (largest := self._biased.max()) >= len(row):
-                raise ValueError(f"logit_bias names token {largest}, and the model's vocabulary size is {len(row)}")
-            scores[self._biased] += self._biases * scale
+        with np.errstate(over="ignore"):  # what is less than float32 takes is minus infinity
+            scores = row * np.float32(scale)
+            if self._penalises:
+                self._penalise(row, scale, scores)
+            if len(self._biased):
+                if (largest := self._biased.max()) >= len(row):
+                    raise ValueError(f"logit_bias names token {largest}, and the model's vocabulary size is {len(row)}")
+                scores[self._biased] += self._biases * scale
         if has_ends:
             scores[self._ends[self._ends < len(row)]] = -math.inf
         if grammar is not None:

@@ -550,12 +550,16 @@ class TransformersExecutor:
                 outputs[answer.request_id] = _report(error)
         chosen += twins
         choices = choose_together([(answer.sampler, row, answer.grammar) for answer, row in chosen])
+        now = time.perf_counter()
         for (answer, _), choice in zip(chosen, choices, strict=True):
+            began = now
             try:
-                with self._taking(answer.request_id, "choosing"):
-                    replies[answer.request_id] += self._go_on(answer, choice)
+                replies[answer.request_id] += self._go_on(answer, choice)
             except Exception as error:  # noqa: BLE001 - as above
                 outputs[answer.request_id] = _report(error)
+            now = time.perf_counter()
+            chosen_s = 0.0 if isinstance(choice, Exception) else choice.seconds
+            self._take(answer.request_id, "choosing", chosen_s + now - began)
         for request_id in running:
             if outputs[request_id] is _GOES_ON:
                 first, others = next(iter(replies[request_id]), None), replies[request_id][1:]
@@ -602,7 +606,6 @@ class TransformersExecutor:
         """
         if isinstance(choice, Exception):
             raise choice
-        self._take(answer.request_id, "choosing", choice.seconds)
         reply = answer.advance(choice)
         if reply is None:
             return []
