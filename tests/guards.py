@@ -1616,7 +1616,7 @@ GUARDS = (
         "shmring/client/session.py",
         "            check_welcome(welcome)\n",
         "",
-        "tests/fuzz/test_targets.py::test_a_target_keeps_its_promise",
+        "tests/test_session.py::test_an_engine_that_says_what_can_not_be_is_not_joined",
     ),
     Guard(
         "a worker leaves an engine that sends a message for frontends",

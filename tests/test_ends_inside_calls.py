@@ -440,9 +440,10 @@ async def test_a_reply_whose_code_ends_its_request_waits_for_no_space(serve: Any
     ring, client = await serve(reply_nbytes="64KiB"), await connect()
     submissions = [await client.submit("x"), await client.submit("y")]
     claim, other = await ring.claim(), await ring.claim()
-    await other.reply(torch.zeros(50_000, dtype=torch.uint8))  # which nobody reads
-    with pytest.raises(shmring.LocalProtocolError, match="has ended"):
-        await asyncio.wait_for(claim.reply([meddling(claim.done), torch.zeros(50_000, dtype=torch.uint8)]), 5)
+    await other.reply(torch.zeros(50_000, dtype=torch.uint8))  # which the client has not taken yet
+    reply = claim.reply([meddling(claim.done), torch.zeros(50_000, dtype=torch.uint8)])
+    with contextlib.closing(reply), pytest.raises(shmring.LocalProtocolError, match="has ended"):
+        reply.send(None)  # as far as it comes without waiting
     await eventually(lambda: submissions[0].ended)
     assert not submissions[1].ended
 

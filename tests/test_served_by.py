@@ -28,6 +28,12 @@ LONG_S = 15.0  # longer than these tests wait for anything, so that nobody is wo
 BOTH_KINDS = pytest.mark.parametrize("served_by", ["callers", "both"])
 
 
+def nobody_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has neither the threads that wait nor the timers of a ring wake a loop: a bell that is not rung is missed."""
+    for period in ("threads.callers_loop.LOOK_UP_S", "ring.handshakes._LOOK_S", "ring.inspection._LOOK_S"):
+        monkeypatch.setattr(f"shmring.{period}", LONG_S)
+
+
 @pytest.fixture
 def serve(socket_dir: Path) -> Iterator[Callable[..., threads.Ring]]:
     """``serve(served_by="callers", **options)``: a small ring, closed again."""
@@ -175,7 +181,7 @@ def test_slots_of_shared_claims_go_back_while_others_are_called(serve: Any, join
 def test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits(
     serve: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", LONG_S)
+    nobody_looks_up(monkeypatch)
     ring = serve("both")
     runner = ring._thread
     with threads.connect("test", socket_dir=str(socket_dir)) as client:  # nobody calls
@@ -360,7 +366,7 @@ def test_threads_share_a_ring_and_each_gets_its_own(serve: Any, join: Any, conne
 
 def test_who_waits_is_told_by_the_thread_that_answers_it(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever leads sleeps then, and whoever follows; neither looks up by itself."""
-    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", LONG_S)
+    nobody_looks_up(monkeypatch)
     ring = serve("callers")
     runner = ring._thread
     waiting = [Thread(ring.claim) for _ in range(2)]
@@ -373,7 +379,7 @@ def test_who_waits_is_told_by_the_thread_that_answers_it(serve: Any, monkeypatch
 
 
 def test_who_follows_leads_when_the_leader_has_left(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", LONG_S)
+    nobody_looks_up(monkeypatch)
     ring = serve("callers")
     runner, client = ring._thread, connect(ring)
     waiting = [Thread(ring.claim) for _ in range(3)]
@@ -425,7 +431,7 @@ def test_what_is_posted_while_another_thread_is_inside_is_carried_out_by_it(serv
     submission = client.submit_nowait("x")
     claim = ring.claim(10)
     inside, go_on = threading.Event(), threading.Event()
-    holding = Thread(ring._thread.at_once, lambda: (inside.set(), go_on.wait(20)))
+    holding = Thread(ring._thread._do, lambda: (inside.set(), go_on.wait(20)))  # which gives the loop no turn
     assert inside.wait(20)
     claim.done()  # waits for nobody
     assert not claim.ended
@@ -597,7 +603,7 @@ view = message.payload
 def test_a_forked_child_can_not_use_it_and_does_its_parent_no_harm(
     serve: Any, join: Any, served_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", LONG_S)
+    nobody_looks_up(monkeypatch)
     ring = serve(served_by)
     answers = answering(join(ring))
     ring.gather("x", timeout=20)

@@ -202,6 +202,15 @@ async def test_an_engine_that_breaks_the_protocol_counts_as_dead(
     await eventually(lambda: ring.statistics().clients == 0)
 
 
+async def test_an_engine_that_says_what_can_not_be_is_not_joined(
+    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await serve()
+    monkeypatch.setattr("shmring.ring.handshakes.Welcome", lambda **said: Welcome(**said | {"max_tensors": 0}))
+    with pytest.raises(shmring.RemoteProtocolError, match="what can't be: max_tensors is 0"):
+        await connect()
+
+
 ELSEWHERE = 100 * 4096  # what is leased out, and not to this client
 PAYLOAD = msgspec.msgpack.encode({"x": HUNDRED})
 GENERATION = (1 << 40) + 1  # of the slot that is given to keep
