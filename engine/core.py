@@ -51,6 +51,7 @@ _Result = TypeVar("_Result")
 _FORGETTING_S = 0.005  # after the last step; under load, the next one comes sooner
 _RECENT_STEPS = 120  # whose times a snapshot has: some seconds of decoding
 _MAX_NAMES = 8  # of requests, in a line of the log
+_STEP = "a step"  # what the executor's thread is busy with
 
 # Life-cycle methods of an executor, which no remote call may reach.
 _NOT_REMOTE = frozenset({"describe", "execute", "forget", "close"})
@@ -113,7 +114,6 @@ class EngineCore:
         self._ended = False
         self._server = server
         self._stepping: Set[EngineRequest] = frozenset()  # the requests of the last step
-        self._step_began = 0.0  # the one that runs; 0: none
         self._draining = False
         self._paused = False
         self._giving_up = False  # paused, and running requests end at the next boundary
@@ -369,18 +369,16 @@ class EngineCore:
         to_forget, self._to_forget = self._to_forget, {}
         started = time.monotonic()
         is_step = bool(batch)
-        self._step_began = started
         self.metrics.steps += is_step
         self.metrics.step_requests += len(batch)
         try:
-            return await self._on_thread("a step", _execute, self._executor, to_forget, batch, names)
+            return await self._on_thread(_STEP, _execute, self._executor, to_forget, batch, names)
         except ExecutorDeadError as error:
             self.dead_error = error
             raise
         finally:
             batch.clear()  # if an error of this step is kept, so is this frame, which must not keep the payloads
             seconds = time.monotonic() - started
-            self._step_began = 0.0
             self.metrics.step_seconds += seconds
             if is_step:
                 self.times.step.add(seconds)
@@ -435,7 +433,7 @@ class EngineCore:
         """Returns what snapshots of the ring say of the engine."""
         description, busy, now = self._executor.describe(), self._busy, time.monotonic()
         paused = sum(request not in self._stepping for request in self._scheduler)
-        stepped_s = self.metrics.step_seconds + (now - self._step_began if self._step_began else 0.0)
+        stepped_s = self.metrics.step_seconds + (now - busy[1] if busy is not None and busy[0] == _STEP else 0.0)
         self._spending.note(now, stepped_s, self._spent_s())
         return {
             "executor": description.executor,

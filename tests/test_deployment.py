@@ -216,7 +216,6 @@ def test_every_option_and_variable_that_a_file_names_is_there() -> None:
         *(
             "--yes",
             "--no-install-recommends",
-            "--health-cmd",
             "--init",
             "--no-cache-dir",
             "--uid",
@@ -325,7 +324,7 @@ def probed_paths() -> set[str]:
     paths = {container()[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "readiness", "liveness")}
     paths |= {each["path"] for each in read("kubernetes/podmonitor.yaml")["spec"]["podMetricsEndpoints"]}
     paths.add(pod()["metadata"]["annotations"]["prometheus.io/path"])
-    return paths | set(re.findall(r"http://127\.0\.0\.1:8000(/\w+)", value_of("HEALTHCHECK")))
+    return paths | set(re.findall(r"http://127\.0\.0\.1:8001(/\w+)", value_of("HEALTHCHECK")))
 
 
 def test_the_probes_give_the_server_the_time_to_start() -> None:
@@ -448,6 +447,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @dataclasses.dataclass
 class Server:
     url: str
+    health_url: str
     process: subprocess.Popen[bytes]
 
 
@@ -458,7 +458,8 @@ def server(image: Path, socket_dir: Path) -> Iterator[Server]:
     assert init == ["tini", "--"]
     assert any("tini" in value for name, value in instructions() if name == "RUN" and value.startswith("apt-get "))
     readable, writable = os.pipe()
-    here = ["--port=0", "--host=127.0.0.1", "--slab-nbytes=64MiB", f"--socket-dir={socket_dir}", f"--ready-fd={writable}"]
+    here = ["--port=0", "--health-port=0", "--host=127.0.0.1", "--slab-nbytes=64MiB", f"--socket-dir={socket_dir}"]
+    here.append(f"--ready-fd={writable}")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SHMRING_API"))}
     environment |= image_variables() | {"SHMRING_API_KEY": "key"}
     process = subprocess.Popen(
@@ -473,7 +474,8 @@ def server(image: Path, socket_dir: Path) -> Iterator[Server]:
         try:
             line = pipe.readline()  # ends when the server does; it has --start-timeout
             assert line, f"it ended with {process.wait()}"
-            yield Server(json.loads(line)["url"], process)
+            ready = json.loads(line)
+            yield Server(ready["url"], ready["health_url"], process)
         finally:
             process.terminate()
             process.wait(LIMIT_S)
@@ -497,8 +499,9 @@ def test_the_image_serves_answers_its_probes_and_stops_in_time(server: Server, i
     assert httpx.get(models, timeout=LIMIT_S).status_code == 401
     assert httpx.get(models, headers={"authorization": "Bearer key"}, timeout=LIMIT_S).status_code == 200
     check = json.loads(value_of("HEALTHCHECK").partition("CMD ")[2])
-    address = server.url.removeprefix("http://")
-    command = [image / "opt/shmring/bin" / check[0], *(word.replace("127.0.0.1:8000", address) for word in check[1:])]
+    health = f"http://127.0.0.1:{image_variables()['SHMRING_HEALTH_PORT']}/health"
+    assert sum(word.count(health) for word in check) == 1, "the supervisor's, who has time"
+    command = [image / "opt/shmring/bin" / check[0], *(word.replace(health, server.health_url) for word in check[1:])]
     assert subprocess.run(command, check=False).returncode == 0
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(of_kubernetes().stop_s) == 0

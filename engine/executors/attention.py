@@ -286,7 +286,8 @@ class _Piece:
             keys, values = (memory[self._row.index] for memory in self._row.shelf.layer(layer, key, value))
             keys[:, self._start : self._end] = key
             values[:, self._start : self._end] = value
-            key, value = keys[:, : self._end], values[:, : self._end]
+            if self._start:
+                key, value = keys[:, : self._end], values[:, : self._end]
         # The heads that share keys are given the same memory. (torch's own `enable_gqa` takes a slow way on a CPU.)
         grouped = query.reshape(key.shape[0], -1, *query.shape[1:])
         key, value = (memory.unsqueeze(1).expand(-1, grouped.shape[1], -1, -1) for memory in (key, value))

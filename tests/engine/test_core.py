@@ -287,7 +287,7 @@ async def test_a_snapshot_tells_requests_that_run_from_those_that_others_have_pa
             asked.append(asyncio.create_task(generate(client, request)))
             await until(lambda: len(core._scheduler.all()) == len(asked))
             gate.let(1)
-            await until(lambda: core._scheduler.running == len(asked) and core._step_began)
+            await until(lambda: core._scheduler.running == len(asked) and core._busy is not None)
         program = (await client.inspect("core")).program
         assert sorted((each["owner"], each["state"], each["why"]) for each in program["requests"]) == [
             ("a", "paused", "others have their turn"),
@@ -316,7 +316,7 @@ async def test_a_snapshot_has_requests_of_each_owner_and_the_time_of_the_step_th
 
         for _ in range(7):
             await ask("a")
-        await until(lambda: core._step_began)
+        await until(lambda: core._busy is not None)
         program = (await client.inspect("core")).program
         assert (core.metrics.step_seconds, program["spending"]["steps"] > 0) == (0.0, True)
         gate.let(1)
