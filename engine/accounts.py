@@ -29,7 +29,7 @@ _CREDIT_S = 0.1
 
 _MAX_DEBTORS = 1024  # owners without requests: callers may come from any number of addresses
 
-_WINDOW_S = 60.0  # of what is told to people
+_NOW_S, _MINUTE_S = 10.0, 60.0  # that people are told of; the first is "now" for :mod:`.spending`, too
 _TOLD, _MAX_TOLD = 10, 4096  # owners that are told of, and among which they are found
 
 
@@ -39,15 +39,45 @@ class Caller:
 
     Attributes:
         owner: who.
-        seconds: of steps that its requests took in the last minute, about.
-        share: of what the requests of all owners took.
+        seconds: of steps that its requests took in the last ten seconds, about.
+        share: of what the requests of all owners took then.
+        minute_s: as ``seconds``, in the last minute.
         requests: that it has now.
     """
 
     owner: str
     seconds: float
     share: float
+    minute_s: float
     requests: int
+
+
+class _Recent:
+    """What owners used in the last seconds, about: of two fixed windows, all of this one and a share of the one before."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._window = 0
+        self._used: dict[str, float] = {}
+        self._before: dict[str, float] = {}
+
+    def add(self, owner: str, seconds: float, now: float) -> None:
+        self._turn(now)
+        if owner in self._used or len(self._used) < _MAX_TOLD:
+            self._used[owner] = self._used.get(owner, 0.0) + seconds
+
+    def sums(self, now: float) -> dict[str, float]:
+        """Returns the seconds of each owner."""
+        self._turn(now)
+        share = 1 - now % self._window_s / self._window_s
+        owners = self._used.keys() | self._before.keys()
+        return {owner: self._used.get(owner, 0.0) + share * self._before.get(owner, 0.0) for owner in owners}
+
+    def _turn(self, now: float) -> None:
+        window = int(now // self._window_s)
+        if window != self._window:
+            self._used, self._before = {}, self._used if window == self._window + 1 else {}
+            self._window = window
 
 
 class Accounts:
@@ -56,9 +86,7 @@ class Accounts:
     def __init__(self) -> None:
         self._used: dict[str, float] = {}
         self._requests: Counter[str] = Counter()  # by owner, those that wait or run
-        # For people: what owners used in this window and in the one before it.
-        self._recent: tuple[dict[str, float], dict[str, float]] = {}, {}
-        self._window = 0
+        self._now, self._minute = _Recent(_NOW_S), _Recent(_MINUTE_S)  # for people
 
     def __len__(self) -> int:
         """How many owners have requests."""
@@ -89,28 +117,21 @@ class Accounts:
         """Requests of an owner have taken so many seconds of a step that has ended now."""
         if owner in self._requests:
             self._used[owner] += seconds
-        window = int(now // _WINDOW_S)
-        if window != self._window:
-            self._recent = {}, self._recent[0] if window == self._window + 1 else {}
-            self._window = window
-        recent = self._recent[0]
-        if owner in recent or len(recent) < _MAX_TOLD:
-            recent[owner] = recent.get(owner, 0.0) + seconds
+        self._now.add(owner, seconds, now)
+        self._minute.add(owner, seconds, now)
 
     def describe(self, now: float) -> list[Caller]:
-        """Returns who has used most in the last minute and who has most requests: a few owners, who has used most first."""
-        window, elapsed_s = divmod(now, _WINDOW_S)
-        present, before = self._recent
-        if window != self._window:
-            present, before = {}, present if window == self._window + 1 else {}
-        share = 1 - elapsed_s / _WINDOW_S
-        seconds = {owner: present.get(owner, 0.0) + share * before.get(owner, 0.0) for owner in present.keys() | before.keys()}
-        owners = set(heapq.nlargest(_TOLD, seconds, key=seconds.__getitem__))
+        """Returns who uses most, who has used most in the last minute and who has most requests: a few owners, the first one
+        uses most."""
+        seconds, minute = self._now.sums(now), self._minute.sums(now)
+        owners = {owner for used in (seconds, minute) for owner in heapq.nlargest(_TOLD, used, key=used.__getitem__)}
         owners.update(owner for owner, _ in self._requests.most_common(_TOLD))
         whole = sum(seconds.values()) or 1.0
-        used = {owner: seconds.get(owner, 0.0) for owner in owners}
-        callers = [Caller(owner, used[owner], used[owner] / whole, self._requests[owner]) for owner in owners]
-        return sorted(callers, key=lambda caller: (-caller.seconds, -caller.requests, caller.owner))
+        callers = []
+        for owner in owners:
+            used_s = seconds.get(owner, 0.0)
+            callers.append(Caller(owner, used_s, used_s / whole, minute.get(owner, 0.0), self._requests[owner]))
+        return sorted(callers, key=lambda caller: (-caller.seconds, -caller.minute_s, -caller.requests, caller.owner))
 
     def _forgive(self) -> None:
         """Forgets the debts of those who have gone, unless they are few and others have less."""

@@ -40,7 +40,7 @@ from shmring.engine.profiling import StepProfiler
 from shmring.engine.protocol import Calls, EncodeReply, EngineRequestPayload, GenerateReply
 from shmring.engine.request import EngineRequest, check_payload
 from shmring.engine.scheduler import Scheduler, SchedulerConfig
-from shmring.engine.spending import Spending
+from shmring.engine.spending import Spending, whose
 
 __all__ = ["EngineCore", "OperatorAbortError", "PausedError", "ServerFacts"]
 
@@ -435,6 +435,7 @@ class EngineCore:
         paused = sum(request not in self._stepping for request in self._scheduler)
         stepped_s = self.metrics.step_seconds + (now - busy[1] if busy is not None and busy[0] == _STEP else 0.0)
         self._spending.note(now, stepped_s, self._spent_s())
+        callers = self._scheduler.accounts.describe(now)
         return {
             "executor": description.executor,
             "model": description.model,
@@ -450,8 +451,8 @@ class EngineCore:
             "step": None if busy is None else {"what": busy[0], "age_s": now - busy[1]},
             "steps_s": [round(seconds, 6) for seconds in self._recent_steps_s],
             "spent_s": {part: round(seconds, 6) for part, seconds in self._spent_s().items()},
-            "spending": self._spending.describe(now, self._recent_steps_s),
-            "callers": msgspec.to_builtins(self._scheduler.accounts.describe(now)),
+            "spending": self._spending.describe(now, self._recent_steps_s) | {"whose": whose(callers)},
+            "callers": msgspec.to_builtins(callers),
             "requests": describe_requests(self._scheduler, self._stepping, self._executor, now, is_paused=self._paused),
             "generated_tokens": self.metrics.generated_tokens,
             "finished_requests": self.metrics.finished_requests,

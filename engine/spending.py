@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Spending"]
+from shmring.engine.accounts import Caller
+
+__all__ = ["Spending", "whose"]
 
 _OVER_S = 10  # at most: this second and those before it that are "now"
 _STEPS = "steps"
@@ -25,14 +27,15 @@ _PARTS = {
     "alone": ("reading answers alone", "each answer with a seed has a pass of the model for itself"),
     "choosing": ("choosing tokens", "sampling with top_p, top_k or penalties, and logprobs; each answer pays for its own"),
     "embedding": ("embedding texts and pictures", "there are many inputs, or long ones"),
-    "waiting": ("waiting for prompts and forms", "all that runs is being prepared beside the steps"),
+    "waiting": ("waiting for prompts and forms of answers", "all that runs is being prepared beside the steps"),
 }
 # The same of what other threads do beside steps, in seconds of a processor.
 _BESIDE = {
-    "forms": ("forms", "new ones are tried and compiled, or dear to look up"),
+    "forms": ("forms of answers (schemas, patterns)", "new ones are tried and compiled, or take long to look up"),
     "preparing": ("laying prompts out", "chats with many messages, long texts, or large pictures"),
 }
 _MUCH = 0.25  # of a processor, from which it is named
+_WHOSE = 0.5  # of what requests took, from which a caller is named
 _REST = "other work of steps", "the executor does not say what it is, or the engine's loop was late"
 
 
@@ -78,10 +81,12 @@ class Spending:
         shares = [_Share(seconds / over_s, *_PARTS.get(part, (part, ""))) for part, seconds in spent.items()]
         shares.append(_Share(max(0.0, steps - sum(spent.values())) / over_s, *_REST))
         shares.sort(key=lambda share: -share.share)
-        cause = _cause(over_s, steps / over_s, shares[0], sorted(steps_s))
-        for each in beside:
-            if each.share >= _MUCH:
-                cause += f" Beside steps, {each.what} took {each.share:.0%} of a processor: {each.why}."
+        named = [
+            f"Beside steps, {each.what} took {each.share:.0%} of a processor: {each.why}."
+            for each in beside
+            if each.share >= _MUCH
+        ]
+        cause = _cause(over_s, steps / over_s, shares[0], sorted(steps_s), named)
         shares += [_Share(each.share, f"{each.what}, beside the steps", "") for each in beside]
         return {
             "over_s": round(over_s, 3),
@@ -97,12 +102,26 @@ class _Share(NamedTuple):
     why: str
 
 
-def _cause(over_s: float, steps: float, greatest: _Share, steps_s: Sequence[float]) -> str:
-    """Returns a sentence or two on what callers wait for."""
+def _cause(over_s: float, steps: float, greatest: _Share, steps_s: Sequence[float], beside: Sequence[str]) -> str:
+    """Returns some sentences on what callers wait for: what is as it should be comes behind what is beside steps."""
     if steps < _SEEN or not steps_s:
-        return f"The engine had nothing to do in the last {over_s:.0f} s."
+        return " ".join([f"The engine had nothing to do in the last {over_s:.0f} s.", *beside])
     long = f"half of the last steps took {1e3 * steps_s[len(steps_s) // 2]:.0f} ms or more"
     if steps < _MOSTLY:
-        return f"Steps ran {steps:.0%} of the time, so the engine has room; {long}."
-    most = f"The greatest part is {greatest.what} ({greatest.share:.0%} of the time)"
-    return f"Steps ran {steps:.0%} of the time, and {long}. {most}{f': {greatest.why}' if greatest.why else ''}."
+        return " ".join([f"Steps ran {steps:.0%} of the time, so the engine has room; {long}.", *beside])
+    most = (
+        f"The greatest part is {greatest.what} ({greatest.share:.0%} of the time){f': {greatest.why}' if greatest.why else ''}."
+    )
+    parts = [*beside, most] if greatest.what == _PARTS["answers"][0] else [most, *beside]
+    return " ".join([f"Steps ran {steps:.0%} of the time, and {long}.", *parts])
+
+
+def whose(callers: Sequence[Caller]) -> str:
+    """Returns a sentence that names the caller who takes most of the steps, if one does; otherwise nothing.
+
+    Args:
+        callers: as :meth:`~shmring.engine.accounts.Accounts.describe` returns them.
+    """
+    if not callers or callers[0].share < _WHOSE:
+        return ""
+    return f"Of what requests took, {callers[0].share:.0%} was for {callers[0].owner}."

@@ -121,6 +121,9 @@ def _seen_by(caller: str, snapshot: RingSnapshot | dict[str, str]) -> RingSnapsh
     program = dict(snapshot.program)
     program["requests"] = [request for request in program.get("requests", ()) if request["owner"] == caller]
     program["callers"] = [each for each in program.get("callers", ()) if each["owner"] == caller]
+    program["seen_by"] = caller
+    if "spending" in program:
+        program["spending"] = program["spending"] | {"whose": ""}
     own = {(request["client_id"], request["number"]) for request in program["requests"]}
     requests = [request for request in snapshot.requests if (request.client_id, request.number) in own]
     names = {(request.client_id, request.name) for request in requests}

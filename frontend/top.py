@@ -200,7 +200,8 @@ def _memory(snapshot: RingSnapshot) -> str:
 
 def _head(snapshot: RingSnapshot, before: RingSnapshot | None, width: int) -> list[Text]:
     memory = [Text(part) for part in re.split("(?<=[:,]) ", _memory(snapshot))]
-    cause = textwrap.wrap(snapshot.program["spending"]["cause"], width) if _is_server(snapshot.program) else []
+    spending = snapshot.program["spending"] if _is_server(snapshot.program) else None
+    cause = textwrap.wrap(f"{spending['cause']} {spending['whose']}", width) if spending is not None else []
     figures = _packed([Text(text) for text in _figures(snapshot, before)], width, 3)
     return [*figures, *(Text(line, "bold") for line in cause), *_packed(memory, width, 1)]
 
@@ -349,10 +350,11 @@ def _requests_of_ring(snapshot: RingSnapshot) -> _Table:
 
 def _callers(snapshot: RingSnapshot) -> _Table:
     rows = [
-        [each["owner"], _taken(each["seconds"]), f"{each['share']:.0%}", f"{each['requests']}"]
+        [each["owner"], _taken(each["seconds"]), f"{each['share']:.0%}", _taken(each["minute_s"]), f"{each['requests']}"]
         for each in snapshot.program["callers"]
     ]
-    return _Table(["caller", "in steps, last minute", "share", "requests"], rows, [False] * len(rows), long=0, spare=(3,))
+    headings = ["caller", "in steps, last 10 s", "share", "last minute", "requests"]
+    return _Table(headings, rows, [False] * len(rows), long=0, spare=(4, 3))
 
 
 def _spending(snapshot: RingSnapshot) -> _Table:

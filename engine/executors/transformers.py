@@ -377,13 +377,16 @@ class TransformersExecutor:
     def waits_for(self, request_id: int) -> str:
         """Says what a request of the step waits for; nothing, if its answer is being written. From any thread."""
         if self._grammars.is_preparing(request_id):
-            return "its form is prepared"
+            return "its form is being prepared"
         if request_id in self._preparing:
-            return "its prompt is prepared"
+            return "its prompt is being prepared"
         answers = self._answers.get(request_id, [])
         if any(answer.logits is not None for answer in answers):
-            return "its form is looked up"
-        return "its prompt is read" if any(answer.context.prompt is not None for answer in answers) else ""
+            return "its form is being looked up"
+        for answer in answers:
+            if (prompt := answer.context.prompt) is not None:
+                return f"its prompt is being read: {answer.context.length:,} of {len(prompt):,} tokens"
+        return ""
 
     @contextlib.contextmanager
     def _taking(self, request_id: int, part: str) -> Iterator[None]:

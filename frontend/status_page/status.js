@@ -92,7 +92,7 @@ function drawTiles() {
   const step = !program.executor ? null : program.step ? `${program.step.what}, ${seconds(program.step.age_s)}` : program.paused ? "paused" : program.running ? "between steps" : "idle";
   const ofRing = [["requests running", now.running], ["not yet claimed", now.waiting]];
   const ofSteps = [["running", program.running], ["seats taken", `${program.seats_taken} of ${program.seats}`], ["paused: others' turn", program.paused_requests],
-    ["waiting in line", program.waiting, program.waiting > 0 && program.paused], ["not yet taken up", now.waiting], ["the step", step, program.step && program.step.age_s > OLD_S]];
+    ["waiting in line", program.waiting, program.waiting > 0 && program.paused], ["not yet taken up", now.waiting], ["at work on", step, program.step && program.step.age_s > OLD_S]];
   const tiles = [...(program.requests ? ofSteps : ofRing),
     ["slab free", bytes(now.free_nbytes)], ["leased", bytes(now.leased_nbytes)], ["kept", bytes(now.kept_nbytes)], ["quarantined", bytes(now.quarantined_nbytes), now.quarantined_nbytes > 0],
     ["waiting for memory", now.lease_requests_waiting, now.lease_requests_waiting > 0], ["slots draining", now.slots_draining], ["failed so far", now.failed], ["aborted so far", now.aborted],
@@ -175,12 +175,12 @@ function table(id, columns, rows, total, nothing) {
 function drawSpending(spending) {
   $("spending-section").hidden = !spending;
   if (!spending) return;
-  $("cause").textContent = spending.cause;
+  $("cause").textContent = `${spending.cause} ${spending.whose}`;
   const late = [shown.program.loop_lag_s, shown.program.frontend_loop_lag_s], isLate = Math.max(...late) >= LATE_S;
   $("lag").textContent = `The loop of the engine was late by ${milliseconds(late[0])} at most lately, that of this frontend by ${milliseconds(late[1])}${isLate ? ": something else than steps makes all callers wait" : ""}.`;
   $("lag").className = isLate ? "alarm" : "";
   const idle = Math.max(0, 1 - spending.steps);
-  table("spending", [["share", "number"], ["", "bar"], ["of the time", "text"]],
+  table("spending", [["share", "number"], ["", "bar"], ["of the time; what other threads do comes on top", "text"]],
     [...spending.parts, { what: "no step ran", share: idle }].map(part => [[percent(part.share), part.share, part.what], false]), 0, "");
   $("spending-section").querySelector(".count").textContent = `in the last ${spending.over_s.toFixed(0)} s`;
 }
@@ -188,17 +188,19 @@ function drawSpending(spending) {
 function drawCallers(callers) {
   $("callers-section").hidden = !callers;
   if (!callers) return;
-  table("callers", [["caller", "text"], ["seconds of steps", "number"], ["share", "number"], ["requests now", "number"], ["", "bar"]],
-    callers.map(c => [[c.owner, taken(c.seconds), percent(c.share), c.requests, c.share], false]), callers.length, "nobody has used any");
+  table("callers", [["caller", "text"], ["seconds of steps, last 10 s", "number"], ["share", "number"], ["", "bar"], ["last minute", "number"], ["requests now", "number"]],
+    callers.map(c => [[c.owner, taken(c.seconds), percent(c.share), c.share, taken(c.minute_s), c.requests], false]), callers.length, "nobody has used any");
 }
 
 function drawRequests(owner) {
   const s = shown, program = s.program, described = program.requests;
+  $("seen-by").hidden = !program.seen_by;
+  $("seen-by").textContent = `These are the requests of ${program.seen_by}; a key of operators shows those of all callers.`;
   if (!described)
     return table("requests", [["age", "number"], ["state"], ["request", "text"], ["frontend"], ["slots", "number"], ["memory", "number"]],
       s.requests.slice(0, 20).map(r => [[seconds(r.age_s), r.state, r.name || `number ${r.number}`, owner(r.client_id), r.slots.length, bytes(r.nbytes)], r.age_s > OLD_S && r.nbytes > 0]), s.request_count, "none");
   const id = r => `${r.client_id}/${r.number}`, memory = new Map(s.requests.map(r => [id(r), r.nbytes])), known = new Set(described.map(id));
-  const all = program.running + program.paused_requests + program.waiting, isAll = all === described.length;
+  const all = program.running + program.paused_requests + program.waiting, isAll = !program.seen_by && all === described.length;
   // What the ring has, and the scheduler has not: it comes in a moment, or was answered and its frontend takes no replies.
   const others = isAll ? s.requests.filter(r => !known.has(id(r))) : [];
   const row = (r, state, place, why, owner, prompt, tokens, spent, nbytes) =>
@@ -207,7 +209,7 @@ function drawRequests(owner) {
   for (const r of others)
     rows.push(r.state === "waiting" ? row(r, "arriving", "", "the engine has not taken it up", "", "", "", "", r.nbytes) : row(r, "answered", "", "its frontend takes no replies", "", "", "", "", r.nbytes));
   table("requests", [["request", "text"], ["state"], ["place", "number"], ["why it waits"], ["caller", "text"], ["prompt tokens", "number"], ["tokens so far", "number"], ["seconds of steps", "number"], ["age", "number"], ["memory", "number"]],
-    rows, Math.max(all + others.length, rows.length), "none");
+    rows, program.seen_by ? rows.length : Math.max(all + others.length, rows.length), "none");
 }
 
 function drawTables() {

@@ -74,7 +74,17 @@ def test_debts_are_bounded_however_many_owners_come_and_go() -> None:
 
 
 def seconds_of(accounts: Accounts, now: float) -> dict[str, float]:
-    return {caller.owner: caller.seconds for caller in accounts.describe(now)}
+    return {caller.owner: caller.minute_s for caller in accounts.describe(now) if caller.minute_s}
+
+
+def test_who_uses_most_now_comes_before_who_has_used_most_in_the_last_minute() -> None:
+    accounts = Accounts()
+    accounts.charge("before", 9.0, 20.0)
+    accounts.charge("now", 3.0, 45.0)
+    accounts.charge("others", 1.0, 45.0)
+    told = [(caller.owner, caller.seconds, caller.share, caller.minute_s) for caller in accounts.describe(45.0)]
+    assert told == [("now", 3.0, 0.75, 3.0), ("others", 1.0, 0.25, 1.0), ("before", 0.0, 0.0, 9.0)]
+    assert accounts.describe(55.0)[0].seconds == 1.5
 
 
 def test_the_last_minute_is_told_of_those_who_used_most() -> None:
@@ -101,7 +111,7 @@ def test_who_has_most_requests_is_told_of_too_with_what_it_used() -> None:
     for owner, requests in (("owner 0", 3), ("new", 2), ("owner 29", 1)):
         for _ in range(requests):
             accounts.enter(owner)
-    told = {caller.owner: (caller.seconds, caller.requests) for caller in accounts.describe(30.0)}
+    told = {caller.owner: (caller.minute_s, caller.requests) for caller in accounts.describe(30.0)}
     assert (told["owner 0"], told["new"], told["owner 29"]) == ((1.0, 3), (0.0, 2), (30.0, 1))
     first, *others = told
     assert (first, others[-1], len(told)) == ("owner 29", "new", module._TOLD + 2)
@@ -111,4 +121,4 @@ def test_what_is_told_is_bounded_too() -> None:
     accounts = Accounts()
     for number in range(2 * module._MAX_TOLD):
         accounts.charge(f"owner {number}", 1.0, 0.0)
-    assert len(accounts._recent[0]) == module._MAX_TOLD
+    assert len(accounts._minute._used) == module._MAX_TOLD

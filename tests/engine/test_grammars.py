@@ -227,7 +227,7 @@ def test_a_form_that_takes_too_long_is_given_up_and_nobody_waits_for_it(executor
     formed = ask(structure=StructuredOutputsParams(choice=["quick"]))
     assert told(executor, formed) == ("quick", "stop")
     assert 8 in executor._grammars._tried, "it is still being tried"
-    assert executor.waits_for(8) == "its form is prepared"
+    assert executor.waits_for(8) == "its form is being prepared"
     outcome: Any = None
     while not isinstance(outcome, Exception):
         (outcome,) = executor.execute([StepInput(8, hostile)])
@@ -275,7 +275,7 @@ def test_an_answer_waits_alone_for_its_next_tokens(executor: TransformersExecuto
         [waiting, written] = executor.execute([StepInput(1, None), StepInput(2, None)])
         assert waiting.reply is None  # type: ignore[union-attr]
         assert not written.finished  # type: ignore[union-attr]
-        assert [executor.waits_for(number) for number in (1, 2)] == ["its form is looked up", ""]
+        assert [executor.waits_for(number) for number in (1, 2)] == ["its form is being looked up", ""]
     assert executor.execute([StepInput(1, None), StepInput(2, None)])[1].finished  # type: ignore[union-attr]
     go_on.set()
     while not output.finished:  # type: ignore[union-attr]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from shmring.engine.spending import Spending
+from shmring.engine.accounts import Caller
+from shmring.engine.spending import Spending, whose
 
 
 def test_shares_are_of_the_last_ten_seconds_and_the_greatest_comes_first() -> None:
@@ -67,12 +70,23 @@ def test_what_other_threads_do_is_told_beside_the_steps() -> None:
     spending.note(9.5, 9.0, {"waiting": 9.0, "forms": 4.75, "preparing": 0.95})
     told = spending.describe(9.5, [0.01])
     assert [(part["what"], round(part["share"], 1)) for part in told["parts"]] == [
-        ("waiting for prompts and forms", 0.9),
-        ("forms, beside the steps", 0.5),
+        ("waiting for prompts and forms of answers", 0.9),
+        ("forms of answers (schemas, patterns), beside the steps", 0.5),
         ("laying prompts out, beside the steps", 0.1),
     ]
     assert told["steps"] == pytest.approx(9 / 9.5, abs=0.001)
     assert told["cause"].endswith(
-        "waiting for prompts and forms (95% of the time): all that runs is being prepared beside the steps. "
-        "Beside steps, forms took 50% of a processor: new ones are tried and compiled, or dear to look up."
+        "waiting for prompts and forms of answers (95% of the time): all that runs is being prepared beside the steps. "
+        "Beside steps, forms of answers (schemas, patterns) took 50% of a processor: new ones are tried and compiled, or take "
+        "long to look up."
     )
+    spending = Spending(0.0)
+    spending.note(9.5, 9.0, {"answers": 8.0, "forms": 4.75})
+    cause = spending.describe(9.5, [0.01])["cause"]
+    assert cause.index("forms of answers") < cause.index("which is what steps are for"), "what is as it should be comes last"
+
+
+def test_who_takes_most_is_named_if_it_is_one() -> None:
+    callers = [Caller("bob", 6.0, 0.6, 9.0, 3), Caller("carol", 4.0, 0.4, 30.0, 1)]
+    assert whose(callers) == "Of what requests took, 60% was for bob."
+    assert whose([dataclasses.replace(callers[0], share=0.49)]) == whose([]) == ""

@@ -355,8 +355,8 @@ def test_a_short_prompt_waits_for_no_long_one_and_a_long_one_for_no_stream_of_sh
     executor.execute([StepInput(9, writing)])
     executor.execute([StepInput(9, None), StepInput(1, long), StepInput(2, long), StepInput(3, short)])
     assert lengths(executor, [9, 1, 2, 3]) == [4, 118, 0, 10]
-    reads = "its prompt is read"
-    assert [executor.waits_for(number) for number in (9, 1, 2, 3)] == ["", reads, reads, ""]
+    reads = ["its prompt is being read: 118 of 500 tokens", "its prompt is being read: 0 of 500 tokens"]
+    assert [executor.waits_for(number) for number in (9, 1, 2, 3)] == ["", *reads, ""]
     steps, newcomer = 1, 10
     while lengths(executor, [1])[0] < 500:
         newcomer += 1
@@ -623,7 +623,7 @@ def test_answers_go_on_while_a_picture_is_looked_at(executor: TransformersExecut
         batch = [StepInput(1, None), StepInput(2, None)]
         assert isinstance(outputs[0], StepOutput)
         assert (outputs[0].reply, outputs[0].finished, outputs[0].keep_inputs) == (None, False, False)
-        assert executor.waits_for(1) == "its prompt is prepared"
+        assert executor.waits_for(1) == "its prompt is being prepared"
         tokens += outputs[1].reply.token_ids if outputs[1].reply is not None else []
     assert outputs[1].finished
     assert tokens == expected

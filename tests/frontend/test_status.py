@@ -79,7 +79,8 @@ async def test_callers_see_their_own_requests_and_operators_all(
     engine = await open_engine(wait, GENERATING)
 
     def describe() -> dict[str, Any]:
-        return {"requests": claimed, "callers": [{"owner": name, "seconds": 1.0} for name in ("alice", "bob")]}
+        callers = [{"owner": name, "seconds": 1.0} for name in ("alice", "bob")]
+        return {"requests": claimed, "callers": callers, "spending": {"whose": "bob"}}
 
     engine.ring.add_to_snapshots(describe)
     owners = tuple(KeyOwner(name=name, keys=(f"{name}'s",)) for name in ("alice", "bob"))
@@ -103,10 +104,12 @@ async def test_callers_see_their_own_requests_and_operators_all(
         (snapshots,) = await lines_of(url, 1, key)
         (snapshot,) = snapshots.values()
         program = snapshot["program"]
-        parts = (program["requests"], program["callers"])
-        seen[key] = (*({each["owner"] for each in part} for part in parts), {each["number"] for each in snapshot["requests"]})
-    assert seen["alice's"] == ({"alice"}, {"alice"}, {numbers["alice"]}), "also where another caller's has the same name"
-    assert seen["operator's"] == ({"alice", "bob"}, {"alice", "bob"}, set(numbers.values()))
+        owners_of = [{each["owner"] for each in part} for part in (program["requests"], program["callers"])]
+        told = (program["spending"]["whose"], program.get("seen_by"))
+        seen[key] = (*owners_of, {each["number"] for each in snapshot["requests"]}, *told)
+    alone = {"alice"}
+    assert seen["alice's"] == (alone, alone, {numbers["alice"]}, "", "alice"), "also where another caller's has the same name"
+    assert seen["operator's"] == ({"alice", "bob"}, {"alice", "bob"}, set(numbers.values()), "bob", None)
     ended.set()
     assert [response.status_code for response in await asyncio.gather(*posted)] == [200, 200]
 

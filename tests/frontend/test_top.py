@@ -164,7 +164,9 @@ async def test_a_server_says_where_requests_stand_who_costs_most_and_what_takes_
     assert first is not None, text
     assert int(first[1]) > 0
     assert int(first[2]) > 0
-    assert re.search(r"^al\[red\]ice +[0-9.]+ s +\d+% +2 *\nbob +[0-9.]+ s +\d+% +1 *$", text, re.MULTILINE), text
+    assert re.search(
+        r"^al\[red\]ice +[0-9.]+ s +\d+% +[0-9.]+ s +2 *\nbob +[0-9.]+ s +\d+% +[0-9.]+ s +1 *$", text, re.MULTILINE
+    ), text
     assert re.search(r"^\d+% +choosing tokens *\n\d+% +other work of steps *$", text, re.MULTILINE), text
     for width, height in ((80, 24), (60, 20)):
         lines = lines_of(snapshot, width, height)
