@@ -154,8 +154,8 @@ class RingSnapshot(msgspec.Struct, frozen=True, kw_only=True):
             and for how long), ``steps_s`` (of the last steps), ``spent_s`` (what steps were spent on, since the start),
             ``spending`` (of the last ``over_s`` seconds: the share of ``steps``, its ``parts``, the ``cause`` in words, and
             ``whose`` requests took most, if one caller's did), ``callers`` (who uses most and who has most requests, with
-            ``owner``, ``seconds`` and ``share`` in the last ten seconds, ``minute_s`` and ``requests``) and ``requests``, some of
-            each caller: each has its ``client_id`` and ``number`` as in the list above, its ``name``, its ``owner``, its
+            ``owner``, ``seconds`` and ``share`` in the last ten seconds, ``minute_s`` and ``requests``) and ``requests``, some
+            of each caller: each has its ``client_id`` and ``number`` as in the list above, its ``name``, its ``owner``, its
             ``state`` (``running``, ``paused`` or ``waiting``), its ``place`` in line, ``why`` it waits, ``age_s``,
             ``prompt_tokens``, ``tokens`` so far, and ``seconds`` that it took of steps.
             ``loop_lag_s``: how late its loop was at most lately.
