@@ -295,10 +295,10 @@ FIELDS = {
             "chat_template_kwargs": "variables that the template does not have are refused",
             "reasoning_effort": "a variable of the template; refused if it has none",
             "logprobs": f"{_OURS}; those of the model itself, before penalties and temperature",
-            "tool_choice": "`required` and a named function where the model writes its calls as JSON between two marks; "
-            "refused with `--executor vllm`",
+            "tool_choice": "`required` and a named function, which is called once, where the model writes its calls as JSON "
+            "between two marks; refused with `--executor vllm`",
             "tools": f"{_OURS}, if the model's template takes them and transformers can read its calls; "
-            "`strict` only where a call is required",
+            "`strict` where calls can be required, and is named elsewhere",
             "top_logprobs": "up to 20; of all answers to a request, 262,144 together",
         },
         beside={

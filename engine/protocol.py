@@ -202,6 +202,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
         max_model_len: tokens of prompt and answer together; None if there is no such limit.
         tools: whether conversations can have tools, which its answers call.
         template_options: whether :attr:`GenerateRequest.template_options` have an effect.
+        strict_tools: whether :attr:`GenerateRequest.strict_tools` has one.
         capabilities: what else of a request has an effect that not every executor gives it: of :data:`CAPABILITIES`.
         synthetic: whether its answers are made up, for load tests. A program that shows them must say so.
         pauses: whether a request that was begun need not be part of each step: others may have their turn.
@@ -218,6 +219,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
     pauses: bool = False
     tools: bool = False
     template_options: bool = False
+    strict_tools: bool = False
     capabilities: list[str] = []
 
 
@@ -401,6 +403,7 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
         prompt: a text or its tokens, in place of ``messages``.
         tools: that the answer may call, as chat templates take them.
         tool_choice: ``"required"``: it must call one of them, and does nothing else.
+        strict_tools: the tools, by name, whose calls keep to their schemas although no call is required.
         parallel_tool_calls: whether it may have several calls.
         template_options: variables of the chat template.
         add_special_tokens: whether a text gets the tokens that the tokenizer puts at its ends.
@@ -419,6 +422,7 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
     tokenize: bool = False
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "required"] = "auto"
+    strict_tools: list[str] = []
     parallel_tool_calls: bool = True
     template_options: dict[str, Any] = {}
     trace_headers: dict[str, str] | UnsetType = UNSET
@@ -433,7 +437,7 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
     @property
     def needs_form(self) -> bool:
         """Whether the answer can't be just any text."""
-        return self.sampling.structured_outputs is not None or self.tool_choice == "required"
+        return self.sampling.structured_outputs is not None or self.tool_choice == "required" or bool(self.strict_tools)
 
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]

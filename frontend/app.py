@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -287,7 +287,7 @@ class _Routes:
         if request.stream:
             return await self._stream(form, request, scope, notes)
         answer, facts = await self._inference.complete(form, request, admitted_of(scope), request_id_of(scope))
-        return JsonResponse(answer, headers=notes | _costs(facts) | _told(facts))
+        return JsonResponse(answer, headers=_costs(facts) | _told(facts, notes))
 
     async def _stream(
         self, form: AnswerForm[_Generation], request: _Generation, scope: Scope, notes: dict[str, str]
@@ -305,7 +305,7 @@ class _Routes:
     ) -> EventStream:
         broken = functools.partial(self._broken_stream, scope=scope)
         deadline = admitted_of(scope).deadline
-        return EventStream(events, answer.aclose, deadline, broken, notes | _told(answer.facts), failed)
+        return EventStream(events, answer.aclose, deadline, broken, _told(answer.facts, notes), failed)
 
     async def respond(self, http_request: Request) -> Response:
         request, notes = await self._read(RESPONSES_PARSER, http_request)
@@ -318,8 +318,10 @@ class _Routes:
         try:
             if not request.stream:
                 facts = await self._inference.respond(translation.chat, writer, admitted, request_id)
-                return JsonResponse(writer.answer, headers=notes | _costs(facts) | _told(facts))
+                facts.ignored = [translation.place_of(name) or name for name in facts.ignored]
+                return JsonResponse(writer.answer, headers=_costs(facts) | _told(facts, notes))
             answer = await self._inference.begin(CHAT_FORM, translation.chat, admitted, request_id)
+            answer.facts.ignored = [translation.place_of(name) or name for name in answer.facts.ignored]
         except ApiError as error:
             error.param = translation.place_of(error.param)
             raise
@@ -346,7 +348,7 @@ class _Routes:
         request, notes = await self._read(EMBEDDING_PARSER, http_request)
         scope = http_request.scope
         pieces, facts = await self._inference.embed(request, admitted_of(scope), request_id_of(scope))
-        return JsonPieces(pieces, notes | _costs(facts) | _told(facts))
+        return JsonPieces(pieces, _costs(facts) | _told(facts, notes))
 
     def score(self, http_request: Request) -> Awaitable[Response]:
         return self._score(SCORE_PARSER, http_request)
@@ -358,7 +360,7 @@ class _Routes:
         request, notes = await self._read(parser, http_request)
         scope = http_request.scope
         pieces, facts = await self._inference.score(request, admitted_of(scope), request_id_of(scope))
-        return JsonPieces(pieces, notes | _costs(facts) | _told(facts))
+        return JsonPieces(pieces, _costs(facts) | _told(facts, notes))
 
     async def list_models(self, _: Request) -> Response:
         return JsonResponse(await self._model.list())
@@ -408,10 +410,15 @@ def _costs(facts: Facts) -> dict[str, str]:
     return {"x-shmring-slab-bytes": str(facts.slab_nbytes), "x-shmring-copies": str(facts.copies)}
 
 
-def _told(facts: Facts) -> dict[str, str]:
-    """Headers that warn a caller: made-up answers, media with missing parts."""
-    synthetic = {"x-shmring-synthetic": "true"} if facts.synthetic else {}
-    return synthetic | ({"x-shmring-media-shortfall": facts.shortfalls} if facts.shortfalls else {})
+def _told(facts: Facts, notes: Mapping[str, str]) -> dict[str, str]:
+    """Headers that warn a caller: fields that were ignored (those that were noted before among them), made-up answers, media
+    with missing parts."""
+    headers = _ignoring([*notes.values(), *facts.ignored]) if facts.ignored else dict(notes)
+    if facts.synthetic:
+        headers["x-shmring-synthetic"] = "true"
+    if facts.shortfalls:
+        headers["x-shmring-media-shortfall"] = facts.shortfalls
+    return headers
 
 
 def _answer_to(error: Exception, scope: Scope) -> Response:

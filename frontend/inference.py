@@ -71,6 +71,7 @@ _Request = TypeVar("_Request", bound=GenerationRequest)
 _PART_CHARACTERS = 256 << 10
 _values_of = operator.attrgetter(*(name if name == "tool_choice" else f"sampling.{name}" for name in CAPABILITIES))
 _PLAIN_VALUES = _values_of(GenerateRequest())
+_MAX_IGNORED = 16  # that a header names
 _PROMPTS_AT_A_TIME = 8  # of one request: with more, one caller would take the engine from others
 _MAX_TOLD = 8  # media of which a header says what is missing: 2 KB, a quarter of what proxies take for all headers
 
@@ -82,6 +83,7 @@ class Facts:
     Attributes:
         synthetic: whether it is made up.
         slab_nbytes: bytes of tensors that crossed through the slab.
+        ignored: parts of the request that have no effect with this model.
         shortfalls: what of the request's media was damaged or missing, for its caller.
         copies: tensors that this process copied for sending while a request with media was sent. Exact if it was alone, and
             otherwise an upper bound: the ring's client counts for all requests together.
@@ -91,6 +93,7 @@ class Facts:
     slab_nbytes: int
     shortfalls: str
     copies: int = 0
+    ignored: list[str] = dataclasses.field(default_factory=list)
 
 
 class Answer:
@@ -245,11 +248,13 @@ class Inference:
         generate_requests, sources = form.engine_requests(request)
         _check_abilities(generate_requests[0], description, request)
         _check_logprobs(generate_requests)
+        ignored = _ignore_strictness(generate_requests[0], description)
         async with self._media(sources, description, admitted, "messages") as (media, facts):
             generate_requests[0].media = media  # not a copy: it is emptied when the block is left
             for generate_request in generate_requests:
                 generate_request.stream = stream
                 generate_request.owner = caller.get()
+            facts.ignored = ignored
             outputs = self._outputs(generate_requests, request_id, admitted)
             try:
                 first = await anext(outputs, None)
@@ -573,6 +578,15 @@ def _check_abilities(request: GenerateRequest, description: ModelDescription, as
         text = f"the model {description.model!r} has no chat template whose variables could be set"
         name = "reasoning_effort" if "reasoning_effort" in request.template_options else "chat_template_kwargs"
         raise ApiError(400, text, code="unsupported_value", param=name)
+
+
+def _ignore_strictness(request: GenerateRequest, description: ModelDescription) -> list[str]:
+    """Has strict tools be as others are if calls of the model can't be kept to schemas; returns the fields that said so."""
+    if not request.strict_tools or description.strict_tools:
+        return []
+    strict, request.strict_tools = request.strict_tools, []
+    names = [tool["function"]["name"] for tool in request.tools]
+    return [f"tools[{index}].function.strict" for index, name in enumerate(names) if name in strict][:_MAX_IGNORED]
 
 
 def _check_logprobs(requests: Sequence[GenerateRequest]) -> None:

@@ -9,14 +9,23 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from shmring.engine.protocol import MAX_CHOICES, MAX_FORM_CHARACTERS, StructuredOutputsParams
 
-__all__ = ["Form", "can_require_calls", "form_of", "form_of_calls", "quoted", "write_grammar"]
+__all__ = [
+    "Form",
+    "can_require_calls",
+    "form_of",
+    "form_of_calls",
+    "form_of_strict_call",
+    "opening_mark",
+    "quoted",
+    "write_grammar",
+]
 
 #: What an answer must be: its kind, and what says more.
 Form = tuple[str, str]
@@ -59,17 +68,48 @@ def form_of_calls(template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]
     Raises:
         ValueError: they are too many or too long.
     """
-    marks = _read_marks(template)
-    assert marks is not None, "can_require_calls says so"
-    calls = []
-    for tool in tools:
-        function = tool["function"]
-        before = f'{{"name": {quoted(function["name"])}, "arguments": '
-        schema = (function.get("parameters") or {}) | {"type": "object", "x-guidance": _JSON_OPTIONS}
-        calls.append(f'{quoted(before)} %json {msgspec.json.encode(schema).decode()} "}}"')
     more = f"(BREAK? call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
-    lines = [f"start: call {more}", f"call: opening BREAK? ({' | '.join(calls)}) BREAK? closing", 'BREAK: "\\n"']
-    return _checked(("calls", json.dumps([*marks, "\n".join(lines)])))
+    calls = _alternatives((tool["function"]["name"], tool["function"].get("parameters")) for tool in tools)
+    opening, closing = _marks_of(template)
+    rules = [f"start: call {more}", f"call: opening BREAK? ({calls}) BREAK? closing"]
+    return _checked(_form_of_calls({"opening": opening, "closing": closing}, rules))
+
+
+def form_of_strict_call(template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], strict: Collection[str]) -> Form:
+    """Returns the form of a call behind its opening mark, its closing mark included.
+
+    Args:
+        template: how the model writes, as transformers says it.
+        tools: that may be called.
+        strict: those whose schemas the call keeps to, by name; of others, it has any arguments.
+
+    Raises:
+        ValueError: they are too many or too long.
+    """
+    functions = [tool["function"] for tool in tools]
+    calls = _alternatives(
+        (function["name"], function.get("parameters") if function["name"] in strict else None) for function in functions
+    )
+    return _checked(_form_of_calls({"closing": _marks_of(template)[1]}, [f"start: BREAK? ({calls}) BREAK? closing"]))
+
+
+def _alternatives(functions: Iterable[tuple[str, Mapping[str, Any] | None]]) -> str:
+    """Returns the calls of functions as a grammar has them: of each, its name and the schema of its arguments."""
+    calls = []
+    for name, parameters in functions:
+        before = f'{{"name": {quoted(name)}, "arguments": '
+        schema = dict(parameters or {}) | {"type": "object", "x-guidance": _JSON_OPTIONS}
+        calls.append(f'{quoted(before)} %json {msgspec.json.encode(schema).decode()} "}}"')
+    return " | ".join(calls)
+
+
+def _form_of_calls(marks: Mapping[str, str], rules: Sequence[str]) -> Form:
+    return "calls", json.dumps([marks, "\n".join([*rules, 'BREAK: "\\n"'])])
+
+
+def opening_mark(template: Mapping[str, Any]) -> str:
+    """Returns what stands before a call of a model whose calls have a form that is known here."""
+    return _marks_of(template)[0]
 
 
 def can_require_calls(template: Mapping[str, Any] | None) -> bool:
@@ -93,9 +133,9 @@ def write_grammar(form: Form, write_mark: Callable[[str], str]) -> str:
     elif kind == "choice":
         grammar = matcher.grammar_from_lark(text)
     else:
-        opening, closing, lark = json.loads(text)
-        marks = [f"opening: {write_mark(opening)}", f"closing: {write_mark(closing)}"]
-        grammar = matcher.grammar_from_lark("\n".join(["%llguidance {}", lark, *marks]))
+        marks, rules = json.loads(text)
+        written = [f"{name}: {write_mark(mark)}" for name, mark in marks.items()]
+        grammar = matcher.grammar_from_lark("\n".join(["%llguidance {}", rules, *written]))
     return grammar
 
 
@@ -107,6 +147,12 @@ def _checked(form: Form) -> Form:
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _marks_of(template: Mapping[str, Any]) -> tuple[str, str]:
+    marks = _read_marks(template)
+    assert marks is not None, "can_require_calls says so"
+    return marks
 
 
 def _read_marks(template: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -56,6 +56,7 @@ class Grammar:
 
     Args:
         make_matcher: makes llguidance's, for this answer alone.
+        tokenize: returns the tokens of a text.
         masking: has something done on a thread that says which tokens may be next.
         compiling: has something done on a thread that compiles.
 
@@ -67,8 +68,10 @@ class Grammar:
         seconds: of a processor that it took, until somebody pays for them.
     """
 
-    def __init__(self, make_matcher: Callable[[], Any], masking: Submit, compiling: Submit) -> None:
-        self._make_matcher = make_matcher
+    def __init__(
+        self, make_matcher: Callable[[], Any], tokenize: Callable[[str], list[int]], masking: Submit, compiling: Submit
+    ) -> None:
+        self._make_matcher, self._tokenize = make_matcher, tokenize
         self._masking, self._compiling = masking, compiling
         self._matcher = make_matcher()
         self._taken: list[int] = []
@@ -103,6 +106,23 @@ class Grammar:
         known = scores[: 8 * len(self._allowed)]
         known += _OF_BITS.take(self._allowed, axis=0).reshape(-1)[: len(known)]  # an eighth of the time of an index
         scores[len(known) :] = -np.inf
+
+    def begin(self, text: str) -> bool:
+        """Goes back to the start, and from there on with a text that was written without this grammar.
+
+        Returns:
+            Whether the grammar allows the text, and something behind it.
+        """
+        tokens = self._tokenize(text)
+        self._taken, self.complete, self._fresh_until = tokens, False, len(tokens) + _FEWEST_TOKENS
+        if self._error:
+            self.future = self._compiling(self._renew)
+            return True
+        self._matcher.reset()
+        if tokens and (self._matcher.try_consume_tokens(tokens) < len(tokens) or self._matcher.is_stopped()):
+            return False
+        self.future = self._masking(self._find_next)
+        return True
 
     def take(self, token: int) -> None:
         """Goes on with a token that was chosen.
@@ -160,6 +180,10 @@ class Grammars:
         self._compiled: dict[int, Future[list[Grammar]]] = {}
         self._given: dict[int, list[Grammar]] = {}
         self._seconds: dict[int, float] = {}  # that requests have not paid for
+
+    def missing(self) -> str | None:
+        """What an answer can't have a form without; None: nothing."""
+        return self._tokens.missing()
 
     def ready(self, request_id: int, make_form: Callable[[], Form], count: int = 1, owner: str = "") -> list[Grammar] | None:
         """Returns what answers go by; None if that is not ready yet: to be asked again, or to be forgotten.
@@ -247,7 +271,7 @@ class Grammars:
             raise refused(error) from None
         make = functools.partial(llguidance.LLMatcher, tokens, grammar, log_level=0, limits=limits)
         lines = [functools.partial(threads.submit, owner) for threads in (self._masking, self._compiling)]
-        grammars = [Grammar(make, *lines) for _ in range(count)]
+        grammars = [Grammar(make, tokens.tokenize_str, *lines) for _ in range(count)]
         grammars[0].seconds = time.thread_time() - began_s
         return grammars, 0.0
 

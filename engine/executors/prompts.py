@@ -32,7 +32,7 @@ import torch
 from shmring.core.loggers import logger_of
 from shmring.engine.executors.callers_texts import CallersTexts
 from shmring.engine.executors.checkpoint import Checkpoint
-from shmring.engine.executors.forms import Form, can_require_calls, form_of, form_of_calls
+from shmring.engine.executors.forms import Form, can_require_calls, form_of, form_of_calls, form_of_strict_call
 from shmring.engine.executors.processed import GivenFeatures, check_features, find_processor
 from shmring.engine.executors.tool_calls import ResponseReader, readers_of
 from shmring.engine.protocol import (
@@ -114,6 +114,11 @@ class PromptBuilder:
         self._texts.message_tokens = self._measure_message()
         self.input = self._describe_input()
 
+    @property
+    def can_require_calls(self) -> bool:
+        """Whether the model can be made to call a tool, and to keep to its schema."""
+        return can_require_calls(self._texts.response_template)
+
     def _measure_message(self) -> int:
         """Returns how many tokens the template writes for a message in which nothing stands; 1 if that is not known."""
         if not self.has_template:
@@ -187,9 +192,11 @@ class PromptBuilder:
         if not request.tools:
             raise ValueError("a call is required, and there are no tools")
         template = self._texts.response_template
-        if template is None or not can_require_calls(template):
+        if template is None or not self.can_require_calls:
             raise ValueError(f"the model {self._name!r} can't be made to call a tool: its calls are no JSON between two marks")
-        return form_of_calls(template, request.tools, parallel=request.parallel_tool_calls)
+        if request.tool_choice == "required":
+            return form_of_calls(template, request.tools, parallel=request.parallel_tool_calls)
+        return form_of_strict_call(template, request.tools, request.strict_tools)
 
     def tokenize(self, request: GenerateRequest) -> tuple[list[int], str]:
         """Returns the tokens of a request, or the text of the tokens that are its prompt.

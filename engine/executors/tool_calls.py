@@ -5,7 +5,8 @@ model's architecture. The parser is transformers' as well. It is given the text 
 what marks a call.
 
 A call that can't be read (half a call, or arguments that are no JSON) is text: from it on, all that the model writes is given
-out as it is.
+out as it is. But half a call at which a limit has ended the answer is left out: the finish reason says that something is
+missing, and markup is no answer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from shmring.engine.executors.forms import opening_mark
 from shmring.engine.protocol import FinishReason, GenerateRequest, ToolCall
 
 __all__ = ["Parts", "ResponseReader", "find_response_template", "read", "readers_of"]
@@ -58,19 +60,27 @@ class ResponseReader:
         prompt: the text before it, which may have begun the answer.
         tools: that the model may call. Arguments that are written as text get the types that their schemas name.
         parallel: whether it may call several; otherwise the answer ends with the first call.
+        opening: what stands before each call, where that is to be noticed at once (:meth:`begun_call`); empty: it is not.
 
     Attributes:
         called: how many calls were read.
         begins_within: whether the prompt has begun reasoning, or a call.
+        opening: as given.
     """
 
-    def __init__(self, template: Any, prompt: str, tools: Sequence[dict[str, Any]], *, parallel: bool) -> None:
-        parsing = importlib.import_module("transformers.utils.chat_parsing")
-        self._parser: Any | None = parsing.ResponseParser(template, prefix=prompt, tools=list(tools))
+    def __init__(
+        self, template: Any, prompt: str, tools: Sequence[dict[str, Any]], *, parallel: bool, opening: str = ""
+    ) -> None:
+        parsing = importlib.import_module("transformers.utils.chat_parsing.response_parser")
+        spec = parsing.load_response_template(template)
+        self._marks = spec.fields[_FIELD].open_re, spec.fields[_FIELD].close_re  # patterns
+        self._parser: Any | None = parsing.ResponseParser(spec, prefix=prompt, tools=list(tools))
         kinds = [event["type"] for event in self._parser.initial_events if event["field"] != "content"]
         self.begins_within = kinds.count("region_open") > kinds.count("region_close")
         self._parallel = parallel
+        self.opening = opening
         self._unsettled = ""  # the text from the last call that was read, or from the text that was given out, on
+        self._within = False  # a call
         self.called = 0
 
     @property
@@ -78,12 +88,21 @@ class ResponseReader:
         """Whether the answer ends here."""
         return self.called > 0 and not self._parallel
 
-    def push(self, text: str, *, ended: bool = False) -> Parts:
+    def begun_call(self) -> str | None:
+        """Returns the text of a call so far, behind its opening mark; None: the text is within none.
+
+        The parser says that a call has begun only when it has seen the character behind the mark.
+        """
+        _, mark, text = self._unsettled.partition(self.opening)
+        return text if mark and self._parser is not None else None
+
+    def push(self, text: str, *, ended: bool = False, cut: bool = False) -> Parts:
         """Takes the text that was written next, with its control tokens; returns what can be given out.
 
         Args:
             text: what is new.
             ended: whether the answer ends with it.
+            cut: whether that is because of a limit.
         """
         parts = Parts()
         if self._parser is None:
@@ -97,7 +116,7 @@ class ResponseReader:
         try:
             for event in self._parser.feed(text):
                 self._take(event, parts)
-            if ended:
+            if ended and not (cut and self._is_within_call()):
                 for event in self._parser.finalize()[1]:
                     self._take(event, parts)
         except Exception:  # noqa: BLE001 - what a model writes, or a schema of a caller's, the parser does not expect
@@ -107,6 +126,8 @@ class ResponseReader:
 
     def _take(self, event: Mapping[str, Any], parts: Parts) -> None:
         kind, field, text = event["type"], event["field"], event.get("text", "")
+        if field == _FIELD:
+            self._within = kind != "region_close"
         if kind == "region_chunk":
             if field in _REASONING_FIELDS:
                 parts.reasoning += text
@@ -120,7 +141,16 @@ class ResponseReader:
                 if not self.complete:
                     parts.tool_calls.append(_call_of(one, self.called))
                     self.called += 1
-            self._unsettled = ""
+            _, closing = self._marks
+            closed = None if closing is None else closing.search(self._unsettled)
+            self._unsettled = self._unsettled[closed.end() :] if closed is not None else ""
+
+    def _is_within_call(self) -> bool:
+        """Whether the text ends within a call, or within what stands before one. A single character of that may be text."""
+        opening, closing = self._marks
+        if self._within:
+            return closing is None or closing.search(self._unsettled) is None  # a longer mark may still be waited for
+        return len(self._unsettled.lstrip()) > 1 and opening.fullmatch(self._unsettled, partial=True) is not None
 
     def _settle(self, text: str) -> None:
         self._unsettled = self._unsettled.partition(text)[2] if text else self._unsettled
@@ -136,7 +166,7 @@ def read(reader: ResponseReader | None, text: str, finish_reason: FinishReason |
     """
     if reader is None:
         return Parts(text), finish_reason
-    parts = reader.push(text, ended=finish_reason is not None)
+    parts = reader.push(text, ended=finish_reason is not None, cut=finish_reason == "length")
     is_call = reader.complete or (finish_reason == "stop" and reader.called > 0)
     return parts, "tool_calls" if is_call else finish_reason
 
@@ -173,4 +203,5 @@ def readers_of(
     if not request.tools:
         return [None] * count
     before, parallel = tokenizer.decode(prompt), request.parallel_tool_calls
-    return [ResponseReader(template, before, request.tools, parallel=parallel) for _ in range(count)]
+    opening = opening_mark(template) if template is not None and request.strict_tools else ""
+    return [ResponseReader(template, before, request.tools, parallel=parallel, opening=opening) for _ in range(count)]

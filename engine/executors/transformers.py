@@ -143,7 +143,8 @@ class _Answer:
         checkpoint: the model.
         texts: those of its tokens.
         reader: tells tool calls from text; None: all of it is text.
-        grammar: what it may be; None: anything.
+        grammar: what it may be, or what each call in it may be behind its opening mark, if the reader looks for these; None:
+            anything.
         index: which of the request's answers it is.
 
     Raises:
@@ -156,7 +157,7 @@ class _Answer:
         logits: of its next token, while its grammar does not know which ones may be next.
         request_id: whose it is; set then, too.
         sampler: chooses its tokens.
-        grammar: as given.
+        grammar: what says which tokens may be next, if anything does.
         twins: the answers behind it, until they are begun: the prompt is read once for all of them.
         repeatable: whether it must be the same again, bit for bit.
         lone_turn: its last turn to be read by itself.
@@ -185,7 +186,8 @@ class _Answer:
         if not sampling.ignore_eos:
             self._ends |= checkpoint.eos_token_ids
         self.sampler = Sampler(sampling, prompt, self._ends, index)
-        self.grammar = grammar
+        self._of_calls = grammar if reader is not None and reader.opening else None
+        self.grammar = None if self._of_calls is not None else grammar
         self._min_tokens = sampling.min_tokens
         self.logits: torch.Tensor | None = None
         self._stops = StopTexts(sampling.stop)
@@ -223,7 +225,7 @@ class _Answer:
             if self.grammar is not None:
                 self.grammar.take(token)
             text, stopped = self._push(self._detokenizer.push(token))
-            is_complete = self.grammar is not None and self.grammar.complete
+            is_complete = self.grammar is not None and self.grammar.complete and self._of_calls is None
             if stopped:
                 finish_reason = "stop"
             elif is_complete or self._completion_tokens >= self._limit:
@@ -238,8 +240,21 @@ class _Answer:
         """Looks for stop texts, of which none ends the answer too early."""
         return (text, False) if self._completion_tokens <= self._min_tokens else self._stops.push(text)
 
+    def _constrain_call(self, grammar: Grammar) -> None:
+        """Has a grammar say what is next while the answer is within a call.
+
+        A token may have the end of a call's opening mark and more. If the call can't go on with that, it is left as it is.
+        """
+        assert self._reader is not None, "it has found the call"
+        if self.grammar is not None and grammar.complete:
+            self.grammar = None
+        if self.grammar is None and (begun := self._reader.begun_call()) is not None and grammar.begin(begun):
+            self.grammar = grammar
+
     def _reply(self, text: str, finish_reason: FinishReason | None) -> GenerateReply | None:
         parts, finish_reason = read(self._reader, text, finish_reason)
+        if self._of_calls is not None:
+            self._constrain_call(self._of_calls)
         if parts == Parts() and finish_reason is None and len(self._unsent_logprobs) < _DESCRIBED:
             return None
         reply = GenerateReply(
@@ -333,6 +348,7 @@ class TransformersExecutor:
             max_model_len=self._checkpoint.max_model_len,
             tools=self._prompts.has_tools,
             template_options=self._prompts.has_template,
+            strict_tools=self._prompts.can_require_calls and self._grammars.missing() is None,
             capabilities=list(CAPABILITIES),
         )
 

@@ -203,8 +203,8 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
     sampling = sampling_of(request, request.max_completion_tokens, logprobs)
     messages, request.messages = request.messages, []
     in_engine, sources = engine_messages(messages)
-    tools, is_required = choose_tools(request.tools or [], request.tool_choice)
-    if tools and sampling.structured_outputs is not None:
+    tools = choose_tools(request.tools or [], request.tool_choice, parallel=request.parallel_tool_calls is not False)
+    if tools["tools"] and sampling.structured_outputs is not None:
         text = "tools and a form of the answer can't be asked for together: leave out one, or set tool_choice to none"
         param = "structured_outputs" if request.structured_outputs is not None else "response_format"
         raise ApiError(400, text, code="unsupported_value", param=param)
@@ -216,10 +216,8 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
         in_engine,
         sampling=sampling,
         priority=request.priority or 0,
-        tools=tools,
-        tool_choice="required" if is_required else "auto",
-        parallel_tool_calls=request.parallel_tool_calls is not False,
         template_options=options,
+        **tools,
     ), sources
 
 

@@ -36,6 +36,8 @@ _CONTENTS = frozenset(
     ("messages", "input", "prompt", "query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2")
 )
 
+_STRICT = "Calls keep to the schema; a required call always does. Ignored, and named, if the model can't be made to."
+
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -45,9 +47,7 @@ class FunctionDefinition(msgspec.Struct):
     name: _Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[bool | None, Meta(description="True only where a call is required: it always keeps to the schema.")] = (
-        None
-    )
+    strict: Annotated[bool | None, Meta(description=_STRICT)] = None
 
 
 class Tool(msgspec.Struct):
@@ -96,37 +96,38 @@ class DeltaToolCall(ToolCall, kw_only=True):
     index: int
 
 
-def choose_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[list[dict[str, Any]], bool]:
-    """Returns the tools that an answer may call, as chat templates take them, and whether it must call one.
+def choose_tools(tools: Sequence[Tool], choice: ToolChoice | None, *, parallel: bool) -> dict[str, Any]:
+    """Returns the fields of the engine's request that are about tools: which ones an answer may call, as chat templates take
+    them, and how.
 
-    A model that must call a tool which its caller names knows of no other.
+    A model that must call a tool which its caller names knows of no other, and calls it once.
 
     Raises:
-        ApiError: there is no such tool, or one has something that is not implemented.
+        ApiError: there is no such tool, or one has something that is not accepted.
     """
-    is_required = choice == "required" or isinstance(choice, NamedTool)
-    in_engine = engine_tools(tools, strict=is_required)
+    is_named = isinstance(choice, NamedTool)
+    is_required = choice == "required" or is_named
+    in_engine = engine_tools(tools)
     if isinstance(choice, NamedTool):
-        in_engine = [tool for tool in in_engine if tool["function"]["name"] == choice.function.name]
+        in_engine = [tool for tool in in_engine if tool["function"]["name"] == choice.function.name][:1]
     if is_required and not in_engine:
         raise ApiError(400, "tool_choice requires a tool that tools do not have", code="invalid_value", param="tool_choice")
-    return ([] if choice == "none" else in_engine), is_required
+    is_free = choice in (None, "auto")
+    return {
+        "tools": [] if choice == "none" else in_engine,
+        "tool_choice": "required" if is_required else "auto",
+        "strict_tools": [tool.function.name for tool in tools if tool.function.strict] if is_free else [],
+        "parallel_tool_calls": parallel and not is_named,
+    }
 
 
-def engine_tools(tools: Sequence[Tool], *, strict: bool = False) -> list[dict[str, Any]]:
+def engine_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Returns tools as chat templates take them.
 
-    Args:
-        tools: of a request.
-        strict: whether calls keep to the schemas.
-
     Raises:
-        ApiError: one has something that is not implemented.
+        ApiError: one has something that is not accepted.
     """
     for index, tool in enumerate(tools):
-        if tool.function.strict and not strict:
-            text = "strict is not supported where no call is required: set tool_choice to required, or leave strict out"
-            raise ApiError(400, text, code="unsupported_value", param=f"tools[{index}].function.strict")
         check_values(tool.function.description, "tools")
         check_values(tool.function.parameters, f"tools[{index}].function.parameters")
     values: list[dict[str, Any]] = msgspec.to_builtins(tools)

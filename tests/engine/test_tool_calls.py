@@ -19,7 +19,7 @@ from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
-from shmring.engine.executors import sampling  # noqa: E402 - after the skip
+from shmring.engine.executors import sampling, tool_calls  # noqa: E402 - after the skip
 from shmring.engine.executors.tool_calls import Parts, ResponseReader  # noqa: E402
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
 
@@ -92,6 +92,40 @@ def test_with_one_call_at_a_time_the_answer_ends_with_the_first() -> None:
     whole, reader = read([ONE + OTHER], parallel=False)
     assert [call.index for call in whole.tool_calls] == [0]
     assert reader.complete
+
+
+@for_each("length", [1, 1000])
+def test_a_call_that_a_limit_has_cut_is_left_out(length: int) -> None:
+    whole = f"a < b.{ONE}{OTHER}"
+    for end in range(len(whole)):
+        reader, parts = ResponseReader(RESPONSES, "assistant: ", [WEATHER], parallel=True), Parts()
+        cut = whole[:end]
+        for start in range(0, end - length, length):
+            add(parts, tool_calls.read(reader, cut[start : start + length], None)[0])
+        rest, reason = tool_calls.read(reader, cut[(end - 1) // length * length :], "length")
+        add(parts, rest)
+        assert reason == "length"
+        assert len(parts.tool_calls) == (cut.count("</tool_call>"))
+        assert parts.text.strip().removesuffix("<").strip() in "a < b."  # a single character of a mark may be text
+        assert parts.text.startswith(cut[:5])
+
+
+def test_of_calls_without_json_half_a_one_is_no_call_and_a_whole_one_is() -> None:
+    fields = RESPONSES["fields"] | {  # type: ignore[operator]
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "content": "xml-inline",
+            "repeats": True,
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        }
+    }
+    text = "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n</function>\n</tool_call>"
+    for cut, count in ((text, 1), (text[:-1], 0), (text[:40], 0)):
+        reader = ResponseReader(RESPONSES | {"fields": fields}, "assistant: ", [WEATHER], parallel=True)
+        parts, reason = tool_calls.read(reader, cut, "length")
+        assert (len(parts.tool_calls), parts.text, reason) == (count, "", "length")
 
 
 @for_each(
@@ -407,6 +441,81 @@ def test_a_call_can_not_be_required_without_tools_and_not_beside_a_form(executor
     request.sampling = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
     with pytest.raises(ValueError, match="either has a form, or may call tools"):
         answer(executor, request)
+
+
+def chosen_before(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Has the model write a text, and go on as it likes, that is by chance."""
+    tokens = iter(executor._checkpoint.tokenizer(text)["input_ids"])
+    choose = sampling.Sampler.choose
+
+    def next_token(sampler: sampling.Sampler, logits: torch.Tensor, grammar: Any) -> int:
+        given = next(tokens, None)
+        return choose(sampler, logits, grammar) if given is None else int(given)
+
+    monkeypatch.setattr(sampling.Sampler, "choose", next_token)
+
+
+@for_each("seed", range(4))
+@for_each("before", ["Let me see.<tool_call>", "<think>Or <tool_call>?</think>\n<tool_call>\n"])
+def test_a_random_model_that_calls_a_strict_tool_keeps_to_its_schema(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch, before: str, seed: int
+) -> None:
+    assert executor.describe().strict_tools
+    chosen_before(executor, monkeypatch, before)
+    request = conversation(tools=[STRICT], strict_tools=["weather"], parallel_tool_calls=False)
+    request.sampling = SamplingParams(max_tokens=2000, temperature=1.3, seed=seed)
+    replies = answer(executor, request)
+    [call] = [call for reply in replies for call in reply.tool_calls]
+    jsonschema_rs.validate(STRICT["function"]["parameters"], json.loads(call.arguments))  # type: ignore[index]
+    assert replies[-1].finish_reason == "tool_calls"
+
+
+def test_a_strict_tool_leaves_all_but_calls_as_it_is(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling_params = SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
+    plain, strict = conversation(tools=[STRICT]), conversation(tools=[STRICT], strict_tools=["weather"])
+    plain.sampling = strict.sampling = sampling_params
+    texts = ["".join(reply.text for reply in answer(executor, request)) for request in (plain, strict)]
+    assert texts[0] == texts[1]
+    # Behind a call it may say anything again, and call again.
+    chosen_before(executor, monkeypatch, "<tool_call>")
+    strict.sampling = SamplingParams(max_tokens=400, temperature=1.0, seed=5, ignore_eos=True)
+    replies = answer(executor, strict)
+    assert [call.name for reply in replies for call in reply.tool_calls][:1] == ["weather"]
+    assert replies[-1].completion_tokens == 400
+
+
+def test_several_calls_of_a_strict_tool_keep_to_it(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = executor._checkpoint.tokenizer
+    pieces = iter([*tokenizer("<tool_call>")["input_ids"], None, *tokenizer("\n<tool_call>")["input_ids"], None])
+    choose = sampling.Sampler.choose
+    within = [False]
+
+    def next_token(sampler: sampling.Sampler, logits: torch.Tensor, grammar: Any) -> int:
+        if grammar is None or not within[0]:
+            given = next(pieces, tokenizer.eos_token_id)
+            within[0] = given is None
+            if given is not None:
+                return int(given)
+        assert grammar is not None
+        return choose(sampler, logits, grammar)
+
+    monkeypatch.setattr(sampling.Sampler, "choose", next_token)
+    request = conversation(tools=[WEATHER, NESTED], strict_tools=[NESTED["function"]["name"]])  # type: ignore[index]
+    request.sampling = SamplingParams(max_tokens=2000, temperature=1.3, seed=3)
+    request.tools = [NESTED]
+    calls = [call for reply in answer(executor, request) for call in reply.tool_calls]
+    assert len(calls) == 2
+    for call in calls:
+        jsonschema_rs.validate(NESTED["function"]["parameters"], json.loads(call.arguments))  # type: ignore[index]
+
+
+def test_a_tool_that_is_not_strict_may_have_any_schema(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"not": {"type": "string"}}}}
+    chosen_before(executor, monkeypatch, '<tool_call>{"name": "odd", "arguments": {}}</tool_call><|end|>')
+    replies = answer(executor, conversation(tools=[odd, STRICT], strict_tools=["weather"]))
+    assert [call.name for reply in replies for call in reply.tool_calls] == ["odd"]
+    with pytest.raises(ValueError, match="can't be compiled"):
+        answer(executor, conversation(tools=[odd, STRICT], strict_tools=["odd"]))
 
 
 def test_marks_that_are_control_tokens_are_written_as_such(with_tools: Path, tmp_path: Path) -> None:

@@ -343,7 +343,6 @@ BROKEN_PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAA
         ({"input": [USER, {"type": "function_call_output", "output": "x"}]}, "input[1].call_id"),
         ({"input": [USER, {"type": "function_call_output", "call_id": "c"}]}, "input[1].output"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [TOOL | {"strict": True}]}, "tools[0].strict"),
         ({"tools": [TOOL | {"name": ""}]}, "tools[0].name"),
         ({"tools": [TOOL] * 129}, "tools"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),

@@ -17,7 +17,7 @@ from tests.tables import for_each
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
 TALKING = ModelDescription("test", "m", ["generate"], InputSpec(), 8, tools=True, template_options=True)
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": [TOOL]}
 
 
@@ -60,6 +60,31 @@ async def test_calls_are_in_a_stream(open_engine: Any, open_app: OpenApp) -> Non
     assert [(made["index"], made["function"]["arguments"]) for made in calls] == [(0, '{"x":1}'), (1, "{}")]
     assert all(made["id"] and made["function"]["name"] == "f" for made in calls)
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+
+
+@pytest.mark.parametrize("can_keep", [True, False])
+async def test_strict_tools_are_kept_to_or_named(open_engine: Any, open_app: OpenApp, can_keep: bool) -> None:
+    """Clients of agents say so of all their tools, whatever the model can be made to do."""
+    requests = []
+
+    async def note(claim: shmring.Claim) -> None:
+        requests.append(claim.payload)
+        await claim.reply(GenerateReply("Hi", [1], 1, 1, "stop"))
+
+    http = await open_app(await open_engine(note, msgspec.structs.replace(TALKING, strict_tools=can_keep)))
+    plain = {"name": "g", "parameters": {"type": "object"}}
+    chat = BODY | {"tools": [{"type": "function", "function": tool} for tool in (plain, TOOL["function"] | {"strict": True})]}
+    answer = {"model": "m", "input": "Hi", "tools": [{"type": "function", **plain}, TOOL["function"] | {"type": "function"}]}
+    answer["tools"][1]["strict"] = True  # type: ignore[index]
+    for path, body, field in (
+        ("/v1/chat/completions", chat, "tools[1].function.strict"),
+        ("/v1/responses", answer, "tools[1].strict"),
+    ):
+        for stream in (False, True):
+            response = await http.post(path, json=body | {"stream": stream, "nosuch": 1})
+            assert response.status_code == 200, response.text
+            assert response.headers["x-shmring-ignored-fields"] == ("nosuch" if can_keep else f"nosuch, {field}")
+            assert requests.pop().strict_tools == (["f"] if can_keep else [])
 
 
 @pytest.fixture

@@ -141,7 +141,6 @@ def test_which_tools_may_or_must_be_called(choice: Any, names: str, required: st
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
     ],
 )
 def test_a_choice_of_tools_that_makes_no_sense_is_refused(fields: dict[str, Any], param: str) -> None:
@@ -154,6 +153,7 @@ def test_a_call_that_is_required_is_strict_anyway() -> None:
     tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
     request, _ = engine_request(parse(tools=tools, tool_choice="required"))
     assert request.tools == [{"type": "function", "function": {"name": "f"}}]
+    assert request.strict_tools == []
 
 
 def test_tools_that_may_not_be_called_leave_room_for_a_form() -> None:
@@ -295,11 +295,19 @@ def test_a_number_that_no_message_can_have_is_refused() -> None:
         engine_request(parse(tools=[tool]))
 
 
-def test_a_strict_tool_is_refused() -> None:
-    tool = {"type": "function", "function": {"name": "f", "strict": True}}
-    with pytest.raises(ApiError) as raised:
-        engine_request(parse(tools=[tool]))
-    assert (raised.value.code, raised.value.param) == ("unsupported_value", "tools[0].function.strict")
+def test_strict_tools_are_named_to_the_engine() -> None:
+    tools = [{"type": "function", "function": {"name": name, "strict": strict}} for name, strict in (("f", True), ("g", False))]
+    for choice in ("auto", None):
+        request, _ = engine_request(parse(tools=tools, tool_choice=choice))
+        assert (request.strict_tools, request.needs_form, request.tool_choice) == (["f"], True, "auto")
+    assert engine_request(parse(tools=tools, tool_choice="none"))[0].strict_tools == []
+
+
+def test_a_named_function_is_called_once() -> None:
+    named = {"type": "function", "function": {"name": "g"}}
+    request, _ = engine_request(parse(tools=[*TOOLS, *TOOLS], tool_choice=named | {"function": {"name": "f"}}))
+    assert (len(request.tools), request.tool_choice, request.parallel_tool_calls) == (1, "required", False)
+    assert engine_request(parse(tools=TOOLS, tool_choice="required"))[0].parallel_tool_calls
 
 
 def test_variables_of_the_template_go_to_the_engine() -> None:
