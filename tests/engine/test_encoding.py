@@ -190,11 +190,11 @@ def test_small_requests_go_in_the_order_of_the_step() -> None:
         return [(torch.zeros(1), 1) for _ in items]
 
     line = EncodingLine(encode, lambda _: 0.0, slice_s=0)
-    requests = {number: EncodeRequest([Text(str(number))]) for number in (1, 2)}
-    line.execute({1: requests[1], 2: requests[2]})
-    line.execute({2: requests[2], 1: requests[1]})
-    assert encoded[0] == "1"
-    assert encoded[1] == "2"
+    requests = {number: EncodeRequest([Text(str(number))]) for number in (1, 2, 3)}
+    line.execute(requests)
+    assert encoded == ["1"]
+    line.execute({3: requests[3], 2: requests[2]})
+    assert encoded == ["1", "3"]
 
 
 def test_one_that_is_given_up_in_its_midst_keeps_no_view() -> None:

@@ -49,6 +49,26 @@ def test_requests_of_one_owner_go_in_order_of_arrival() -> None:
 def test_owners_take_turns() -> None:
     arrivals = [of(name) for name in ("a1", "a2", "a3", "b1", "c1", "c2")]
     assert admitted(SchedulerConfig(), *arrivals) == ["a1", "b1", "c1", "a2", "c2", "a3"]
+    scheduler: Scheduler[Request] = Scheduler(SchedulerConfig(max_num_seqs=1))  # where nobody has an answer open at a turn
+    for request in arrivals:
+        scheduler.add(request, request.owner)
+    turns = []
+    while scheduler.waiting:
+        [request] = scheduler.admit()
+        turns.append(request.name)
+        scheduler.finish(request)
+    assert turns == ["a1", "b1", "c1", "a2", "c2", "a3"]
+
+
+def test_a_line_that_is_empty_is_not_kept() -> None:
+    """Callers may send any number of priorities."""
+    scheduler: Scheduler[Request] = Scheduler(SchedulerConfig())
+    requests = [of("a", priority=priority) for priority in range(9)]
+    for request in requests:
+        scheduler.add(request, "a")
+    scheduler.withdraw(requests[8])
+    scheduler.admit()
+    assert scheduler._lines == {}
 
 
 def test_who_has_used_least_comes_first_in_the_line_and_in_the_step() -> None:

@@ -76,7 +76,7 @@ FAULTS = (
             "a slot is not left with its block",
             "self.slot._close()",
             "pass",
-            "tests/test_slot.py::test_tensors_lie_one_behind_the_other_on_cache_lines",
+            "tests/test_slot.py::test_a_slot_is_free_when_it_is_left",
         ),
     ),
     *faults_in(

@@ -53,7 +53,7 @@ FAULTS = (
             "lines of priorities that are empty are kept",
             "        if not self._lines[priority].queues:\n            del self._lines[priority]",
             "        pass",
-            "tests/engine/test_scheduler.py::test_requests_of_one_owner_go_in_order_of_arrival",
+            "tests/engine/test_scheduler.py::test_a_line_that_is_empty_is_not_kept",
         ),
         (
             "who has the highest number is sooner",
