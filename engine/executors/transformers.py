@@ -94,7 +94,7 @@ _TEXTS = 64  # to be embedded, which a step is offered; as many of them as fit a
 # millisecond, an answer pauses for an eighth of a second. A prompt that is read by itself has pieces of the first length.
 _PIECE_TOKENS = 128
 _IDLE_TOKENS = 2048
-_IDLE_S = 0.05  # that tokens of prompts take about, while no answer is written: whoever comes meanwhile waits for their end
+_IDLE_S = 0.025  # that tokens of prompts take about, while no answer is written: whoever comes meanwhile waits for their end
 
 _LONE_PASSES = 2  # in a step, of answers that are read by themselves: each takes as long as one of all others together
 
@@ -637,12 +637,22 @@ class TransformersExecutor:
         """Returns how many tokens of each answer's context are read together in this step; those of none are missing.
 
         Of the tokens of prompts, half are given out in the order of the step, and the others to the shortest prompts: so none
-        waits for all long ones, and none waits for ever.
+        waits for all long ones, and none waits for ever. While nothing is written, those that can be read to their ends are,
+        and what is longer gets no more beside them than beside answers, since answers begin in this step.
         """
         pieces = {answer: 1 for answer in answers if answer.context.prompt is None}
         prompts = [answer for answer in answers if answer.context.prompt is not None]
-        left = _PIECE_TOKENS if pieces else max(_PIECE_TOKENS, min(_IDLE_TOKENS, int(_IDLE_S / self._token_s)))
+        left = _PIECE_TOKENS
         shortest_first = sorted(prompts, key=lambda answer: answer.context.unread)
+        if not pieces:
+            left = max(_PIECE_TOKENS, min(_IDLE_TOKENS, int(_IDLE_S / self._token_s)))
+            for answer in shortest_first:
+                if answer.context.unread > left - _PIECE_TOKENS // 2:
+                    break
+                pieces[answer] = answer.context.unread
+                left -= pieces[answer]
+            if pieces:
+                left = min(left, _PIECE_TOKENS)
         for line, kept in ((prompts, left // 2), (shortest_first, 0)):
             for answer in line:
                 count = min(answer.context.unread - pieces.get(answer, 0), left - kept)

@@ -369,7 +369,7 @@ def test_a_short_prompt_waits_for_no_long_one_and_a_long_one_for_no_stream_of_sh
         executor.forget(number)
 
 
-@for_each(("token_s", "tokens"), [(1e-6, 300), (0.05 / 200, 200), (1.0, 128)])
+@for_each(("token_s", "tokens"), [(1e-6, 300), (0.025 / 200, 200), (1.0, 128)])
 def test_while_no_answer_is_written_as_much_of_a_prompt_is_read_as_takes_some_time(
     token_s: float, tokens: int, executor: TransformersExecutor
 ) -> None:
@@ -378,6 +378,22 @@ def test_while_no_answer_is_written_as_much_of_a_prompt_is_read_as_takes_some_ti
     assert lengths(executor, [1]) == [tokens]
     executor.forget(1)
     assert 0 < executor._token_s != token_s, "it was measured"
+
+
+def test_while_no_answer_is_written_short_prompts_are_read_whole_and_long_ones_do_not_hold_them_up(
+    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "_IDLE_TOKENS", 400)
+    executor._token_s = 1e-6  # so that there is time for all of them
+    long, *short = (of_tokens(count, max_tokens=2) for count in (500, 40, 50))
+    executor.execute([StepInput(0, long)])
+    assert lengths(executor, [0]) == [400]
+    executor.forget(0)
+    executor._token_s = 1e-6
+    executor.execute([StepInput(number, request) for number, request in enumerate((long, *short))])
+    assert lengths(executor, [0, 1, 2]) == [128, 40, 50]
+    for number in range(3):
+        executor.forget(number)
 
 
 def test_of_answers_that_are_read_alone_two_are_in_a_step_the_first_and_the_others_in_turn(
