@@ -7,6 +7,7 @@ imports.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -71,6 +72,8 @@ def _leave() -> NoReturn:
 async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None:
     config = shmring.ClientConfig(socket_dir=settings.socket_dir, connect_timeout_s=settings.connect_timeout_s)
     names = engine_names(settings.name, settings.data_parallel_size)
+    if link is not None:
+        logging.getLogger("shmring.waiting").setLevel(logging.ERROR)  # the supervisor says for whom the start waits
     async with (
         link.held(_orphaned) if link is not None else contextlib.nullcontext(),
         await EngineClient.connect(

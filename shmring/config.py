@@ -222,8 +222,9 @@ class ClientConfig:
         copy_offload_nbytes: copies larger than this run on a thread; smaller ones in the loop, at most so many bytes in each
             turn. 16 MiB take one to two milliseconds; handing 8 MiB to a thread and back takes half as long again as the copy.
         lease_idle_s: a further lease that has been empty for this long goes back to the engine.
-        connect_timeout_s: how long ``connect`` waits for an engine of that name; it may be starting, and filling a
-            slab takes about a second per 4 GiB.
+        connect_timeout_s: how long ``connect`` waits for an engine of that name, and for its answer. Somebody may be starting
+            it in another terminal, it may be loading torch, and filling a slab takes about a second per 4 GiB. After two
+            seconds, the log says for whom it waits.
         socket_dir: as in :class:`RingConfig`.
         engine_uids: user ids an engine may run under; ``None``: this process's own. An engine of another user is refused.
         prefault: map all of the slab's pages soon after attaching, so that no copy pays for their first use. This takes no
@@ -239,7 +240,7 @@ class ClientConfig:
     inline_nbytes: int | str = "8KiB"
     copy_offload_nbytes: int | str = "16MiB"
     lease_idle_s: float = 5.0
-    connect_timeout_s: float = 5.0
+    connect_timeout_s: float = 60.0
     socket_dir: str | None = None
     engine_uids: frozenset[int] | None = None
     prefault: bool = True
@@ -261,8 +262,9 @@ class WorkerConfig:
     """A worker's side.
 
     Attributes:
-        connect_timeout_s: how long ``join`` waits for an engine of that name, and for its answer: it may be starting, and
-            reserves memory when the first worker joins.
+        connect_timeout_s: how long ``join`` waits for an engine of that name, and for its answer. Somebody may be starting it
+            in another terminal, and it reserves memory when the first worker joins. After two seconds, the log says for whom
+            it waits.
         socket_dir: as in :class:`RingConfig`.
         engine_uids: user ids an engine may run under; ``None``: this process's own. An engine of another user is refused.
         prefault: map all pages of the engine's memory when joining, so that no message pays for their first use.
@@ -272,7 +274,7 @@ class WorkerConfig:
             worker gets the core back sooner. An engine that gathers replies polls with its own (``RingConfig``).
     """
 
-    connect_timeout_s: float = 5.0
+    connect_timeout_s: float = 60.0
     socket_dir: str | None = None
     engine_uids: frozenset[int] | None = None
     prefault: bool = True

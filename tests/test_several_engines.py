@@ -700,6 +700,23 @@ async def test_an_engine_that_does_not_answer_holds_nobody_up(
         await client.close()
 
 
+async def test_an_engine_that_starts_is_found_while_another_one_does_not_answer(
+    serve: Any, connect_to: Connect, socket_dir: Path
+) -> None:
+    engines = Engines(serve)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(socket_dir / "vision-0.sock"))
+        silent.listen()
+        connecting = asyncio.ensure_future(connect_to(connect_timeout_s=90))
+        connection, _ = await asyncio.to_thread(silent.accept)  # by then, both have been tried
+        with connection:
+            await engines.start("vision-1")
+            async with asyncio.timeout(60):
+                client = await connecting
+            assert await client.request({}) == ["vision-1", 0.0]
+            await client.close()
+
+
 async def test_an_engine_that_dies_while_others_are_still_tried_is_attached_to_once(
     serve: Any, connect_to: Connect, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

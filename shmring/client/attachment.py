@@ -21,6 +21,7 @@ from shmring.gpu.device import DeviceMemory
 from shmring.memory.copier import Copier
 from shmring.transport.listener import socket_path
 from shmring.transport.loops import check_loop
+from shmring.transport.waiting import reach_in_time
 
 __all__ = ["Attachment"]
 
@@ -171,18 +172,7 @@ class Attachment:
 
     async def attach_in_time(self) -> None:
         """Attaches within ``connect_timeout_s``: the engine may be starting."""
-        deadline = self._loop.time() + self._config.connect_timeout_s
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline + self._config.connect_timeout_s):
-                    return await self.attach()
-            except EngineDeadError:
-                if self._loop.time() >= deadline:
-                    raise
-            except TimeoutError:
-                why = f"the engine at {self.path} listens, and does not answer"
-                raise EngineDeadError(why, engine=self.name) from None
-            await asyncio.sleep(pauses.FIRST_S)
+        await reach_in_time(self.name, self.path, self.attach, self._config.connect_timeout_s)
 
     def keep_attaching(self) -> None:
         """Attaches as soon as there is an engine of this name, and does not wait for it. Twice is once."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from shmring.cancellation import uninterrupted
@@ -26,6 +27,7 @@ from shmring.gpu.cuda import Cuda
 from shmring.gpu.device import DeviceMemory
 from shmring.memory.copier import Copier
 from shmring.transport.loops import check_loop
+from shmring.transport.waiting import saying_for_whom, waited
 
 __all__ = ["Engines"]
 
@@ -152,7 +154,11 @@ class Engines:
         if self.only is not None:
             await self.only.attach_in_time()
             return
-        deadline = self._loop.time() + self._config.connect_timeout_s
+        timeout_s = self._config.connect_timeout_s
+        with saying_for_whom(f"one of the engines {self._listed} in {self._directory()}", timeout_s):
+            await self._attach_to_some(self._loop.time() + timeout_s)
+
+    async def _attach_to_some(self, deadline: float) -> None:
         refusals = await self._try_each(deadline)
         if len(refusals) == len(self.attachments):
             raise fresh(refusals[0])  # an engine that starts later would say the same
@@ -165,23 +171,38 @@ class Engines:
         except TimeoutError:
             if refusals:
                 raise fresh(refusals[0]) from None
+            answered = f"answered {waited(self._config.connect_timeout_s)}"
             raise EngineDeadError(
-                f"none of the engines {self._listed} answered within {self._config.connect_timeout_s:g} s", engine=None
+                f"none of the engines {self._listed} {answered} in {self._directory()}: start one of them, or set "
+                "socket_dir to their own",
+                engine=None,
             ) from None
 
+    def _directory(self) -> Path:
+        return next(iter(self.attachments.values())).path.parent
+
     async def _try_each(self, deadline: float) -> list[Exception]:
-        """Tries all engines at once; returns when one is attached and the others have been tried, with why some refuse."""
-        tries = [self._loop.create_task(attachment.attach()) for attachment in self.attachments.values()]
+        """Tries all engines at once; returns when one is attached and the others have been tried, with why some refuse.
+
+        Engines that are not there are looked for meanwhile: one that listens and does not answer must not delay them.
+        """
+        tries = {self._loop.create_task(attachment.attach()): attachment for attachment in self.attachments.values()}
+        attached = self._loop.create_task(self._some_attached.wait())
+        pending = set(tries)
         try:
-            pending = set(tries)
-            while pending and not self.connected:
+            while pending and not attached.done():
                 left_s = max(0.0, deadline - self._loop.time())
-                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({attached, *pending}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     break
+                for trying in pending & done:
+                    pending.remove(trying)
+                    if isinstance(trying.exception(), EngineDeadError):
+                        tries[trying].keep_attaching()
             if pending and self.connected:
                 await asyncio.wait(pending, timeout=_OTHERS_S)
         finally:
+            attached.cancel()
             for trying in tries:
                 trying.cancel()
             outcomes = await asyncio.gather(*tries, return_exceptions=True)

@@ -7,7 +7,6 @@ rings and a page of its own.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import socket
@@ -27,20 +26,18 @@ from shmring.core.compiled import (
 )
 from shmring.core.messages import PROTOCOL_VERSION, Join
 from shmring.core.welcome import check_worker_welcome
-from shmring.errors import EngineDeadError
 from shmring.memory.limits import check_open_files
 from shmring.memory.slab import map_read_only
 from shmring.memory.tensors import make_decoder, make_packer
 from shmring.transport.endpoint import JoinedEngine, give_up, join_engine
 from shmring.transport.listener import socket_path
 from shmring.transport.rings import check_sealed, map_rings
+from shmring.transport.waiting import reach_in_time
 
 __all__ = ["Joined", "join_in_time"]
 
 _MADV_DONTFORK = 10
 _OPEN_FILES = 8  # of a worker: its socket, what it is sent with the welcome, the engine's pidfd
-_FIRST_PAUSE_S = 0.005  # between two attempts to find an engine; doubled up to the longest
-_LONGEST_PAUSE_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,22 +108,7 @@ async def join_in_time(name: str, rank: int, label: str, config: WorkerConfig) -
     check_open_files(_OPEN_FILES, f"worker {rank} of {name!r}")
     uids = config.engine_uids if config.engine_uids is not None else frozenset({os.getuid()})
     join = Join(PROTOCOL_VERSION, rank, label)
-    loop = asyncio.get_running_loop()
-    deadline_s, pause_s = loop.time() + config.connect_timeout_s, _FIRST_PAUSE_S
-    while True:
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                engine = await join_engine(path, join, uids)
-            break
-        except EngineDeadError:
-            if loop.time() + pause_s > deadline_s:
-                raise
-        except TimeoutError:
-            raise EngineDeadError(
-                f"the engine at {path} did not answer within {config.connect_timeout_s:g} s", engine=name
-            ) from None
-        await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    engine = await reach_in_time(name, path, lambda: join_engine(path, join, uids), config.connect_timeout_s)
     return _map(engine, config.prefault)
 
 

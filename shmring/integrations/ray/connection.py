@@ -193,7 +193,7 @@ class Connection:
             if not scope.expired():
                 raise
             timeout_s = self._settings.connect_timeout_s
-            why = f"no engine {self.name!r} has answered in this Ray cluster within {timeout_s:g} s"
+            why = f"no engine {self.name!r} has answered in this Ray cluster within {timeout_s:g} s (connect_timeout_s)"
             raise EngineDeadError(why, engine=self.name) from None
         except ShmringError as error:  # the task's, which others may get as well
             raise fresh(error) from None

@@ -176,7 +176,8 @@ class Connections:
             left_s = until_s - loop.time()
             if left_s <= 0:
                 lost = [f"{each.name!r}: {each.lost_error}" for each in self.by_name.values() if each.lost_error is not None]
-                why = f"none of the engines {self._listed} has answered in this Ray cluster within {timeout_s:g} s"
+                within = f"within {timeout_s:g} s (connect_timeout_s)"
+                why = f"none of the engines {self._listed} has answered in this Ray cluster {within}"
                 raise EngineDeadError("; ".join([why, *lost[:3]]), engine=None)
             pause_s = min(left_s, _FIRST_LISTED_S) if self._patterns else left_s
             # Not wait_for(): that of Python 3.11 loses a cancellation that comes as the event is set.

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ def switch_on() -> None:
     hooks = find_hooks()
     if hasattr(hooks.features.ShmPointerMMData, "_named"):
         return  # replaced already
+    logging.getLogger("shmring.waiting").setLevel(logging.ERROR)  # ranks wait for each other, as ever
     ends = Ends(settings)
     servers = _Servers(ends, hooks.context)
     register, types = hooks.registry.HookRegistry.register, hooks.registry.HookType

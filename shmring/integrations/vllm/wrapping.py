@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import uuid
 import weakref
@@ -54,6 +55,7 @@ def switch_on() -> None:
         if is_first:  # of all processes of a server
             stay_off(logger, "vLLM", reason)
         return
+    logging.getLogger("shmring.waiting").setLevel(logging.ERROR)  # ranks wait for each other, as ever
     hooks = find_hooks()
     if not hasattr(hooks.cores.EngineCoreProc, "shmring_drop"):
         engine_ring = EngineRing(settings)
