@@ -6,7 +6,8 @@ be too much work before anything is decoded. It then goes through the frames, be
 only when it decodes it. :func:`decode_frames` goes through them again, up to the last one that is wanted. So decoding costs
 twice, and memory is that of one frame.
 
-Delays of up to 10 ms are 100 ms, as in browsers. What is transparent shows the background colour.
+Delays of up to 10 ms are 100 ms, as in browsers. Colours of an ICC profile become sRGB. What is transparent shows the
+background colour.
 
 Invariant: whatever the bytes are, :class:`MediaError` is all that comes out.
 """
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image, WebPImagePlugin
 
 from shmring.engine.inputs import VideoSpec
+from shmring.frontend.media.colours import conversion_to_srgb
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.geometry import check_size, scaled_size
 from shmring.frontend.media.image import picture_errors
@@ -98,14 +100,17 @@ def decode_frames(
     timestamps_s: list[float] = []
     with picture_errors("clip", ("animated WebP",)), Image.open(io.BytesIO(data), formats=("WEBP",)) as image:
         assert isinstance(image, WebPImagePlugin.WebPImageFile)
+        conversion = conversion_to_srgb(image)
         for time_ms, _, frame in _frames(image):
             if len(timestamps_s) == len(selection.positions):
                 break
             if time_ms != selection.positions[len(timestamps_s)]:
                 continue
-            if frame.mode == "RGBA":
-                frame = Image.alpha_composite(Image.new("RGBA", frame.size, background), frame)
             shown = frame.convert("RGB")
+            if conversion is not None:
+                shown = conversion.apply(shown)
+            if frame.mode == "RGBA":
+                shown = Image.composite(shown, Image.new("RGB", frame.size, background), frame.getchannel("A"))
             if shown.size != (width, height):
                 shown = shown.resize((width, height), Image.Resampling.LANCZOS)
             target[len(timestamps_s)] = np.asarray(shown)

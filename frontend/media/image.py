@@ -42,7 +42,6 @@ from PIL import (
     BmpImagePlugin,  # noqa: F401 - registers
     GifImagePlugin,  # noqa: F401 - registers
     Image,
-    ImageCms,
     ImageFile,
     JpegImagePlugin,
     MpoImagePlugin,  # noqa: F401 - registers
@@ -53,6 +52,7 @@ from PIL import (
 )
 from PIL.ExifTags import Base as ExifTag
 
+from shmring.frontend.media.colours import conversion_to_srgb
 from shmring.frontend.media.container import coded_sizes
 from shmring.frontend.media.damage import Shortfall, accepted_shortfall
 from shmring.frontend.media.errors import MediaError
@@ -454,8 +454,7 @@ class _Reader:
         self._background = background
         self._missing = missing
         self._is_inverted, self._max_grey = _meaning_of_grey(image)
-        self._profile = _profile_of(image)
-        self._to_srgb: dict[str, ImageCms.ImageCmsTransform | None] = {}
+        self._to_srgb = conversion_to_srgb(image)
 
     def rgb(self, top: int, bottom: int) -> NDArray[np.uint8]:
         """Returns rows as (rows, width, 3)."""
@@ -475,6 +474,9 @@ class _Reader:
             samples = np.minimum(samples, self._max_grey)
             if self._is_inverted:
                 samples = self._max_grey - samples
+            if self._to_srgb is not None and self._to_srgb.mode == "I;16":
+                full = samples.astype(np.uint32) * 0xFFFF // self._max_grey
+                return np.asarray(self._to_srgb.apply(Image.fromarray(full.astype(np.uint16))))
             # Of 16 bits the high byte; Pillow would clip, and make nearly everything white.
             high = samples >> 8 if self._max_grey == 0xFFFF else samples.astype(np.uint32) * 255 // self._max_grey
             band = Image.fromarray(high.astype(np.uint8))
@@ -483,24 +485,15 @@ class _Reader:
         if not self._has_alpha:
             return np.asarray(self._srgb(band))
         clear = band.convert("RGBA")
-        if self._profile is not None:
+        if self._to_srgb is not None:
             colours = band.convert("L" if band.mode == "LA" else "RGB")
             clear = Image.merge("RGBA", (*self._srgb(colours).split(), clear.getchannel("A")))
         return np.asarray(Image.alpha_composite(Image.new("RGBA", band.size, self._background), clear).convert("RGB"))
 
     def _srgb(self, band: Image.Image) -> Image.Image:
-        if self._profile is None:
-            return band if band.mode == "RGB" else band.convert("RGB")
-        if band.mode in ("P", "1"):
-            band = band.convert("RGB" if band.mode == "P" else "L")
-        if band.mode not in self._to_srgb:
-            self._to_srgb[band.mode] = _transform(self._profile, band.mode)
-        transform = self._to_srgb[band.mode]
-        if transform is None:
-            return band if band.mode == "RGB" else band.convert("RGB")
-        converted = ImageCms.applyTransform(band, transform)
-        assert converted is not None
-        return converted
+        if self._to_srgb is not None:
+            return self._to_srgb.apply(band)
+        return band if band.mode == "RGB" else band.convert("RGB")
 
 
 def _meaning_of_grey(image: Image.Image) -> tuple[bool, int]:
@@ -514,24 +507,3 @@ def _meaning_of_grey(image: Image.Image) -> tuple[bool, int]:
     if largest not in _LARGEST_OF_BITS:
         largest = (1 << bits) - 1 if 8 < bits < 16 else 0xFFFF
     return is_inverted, largest
-
-
-def _profile_of(image: Image.Image) -> ImageCms.ImageCmsProfile | None:
-    """The ICC profile that a picture's colours are in; None: sRGB, or none that can be read, which is taken for sRGB."""
-    icc = image.info.get("icc_profile")
-    if not isinstance(icc, bytes) or not icc:
-        return None
-    try:
-        profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
-        is_srgb = "sRGB" in ImageCms.getProfileDescription(profile)
-    except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
-        return None
-    return None if is_srgb else profile
-
-
-def _transform(profile: ImageCms.ImageCmsProfile, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """How colours become sRGB; None: the profile is not one of such colours."""
-    try:
-        return ImageCms.buildTransform(profile, ImageCms.createProfile("sRGB"), mode, "RGB")
-    except (ImageCms.PyCMSError, OSError, ValueError):
-        return None

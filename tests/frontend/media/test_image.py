@@ -15,7 +15,7 @@ import pillow_heif
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageCms, ImageOps
+from PIL import Image, ImageOps
 
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.image import FORMATS, PictureHeader, decode_into, probe
@@ -44,6 +44,13 @@ def decoded(data: bytes, limits: PictureLimits = LIMITS) -> np.ndarray[Any, Any]
     target = np.full(header.shape, 77, np.uint8)
     decode_into(data, header, target)
     return target
+
+
+def chunked(*chunks: tuple[bytes, bytes]) -> bytes:
+    data = b"\x89PNG\r\n\x1a\n"
+    for kind, content in chunks:
+        data += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    return data
 
 
 def as_pillow_shows_it(data: bytes) -> np.ndarray[Any, Any]:
@@ -120,6 +127,12 @@ def test_a_palette_with_a_transparent_colour_lies_over_white() -> None:
     picture.putpalette([9, 8, 7, 1, 2, 3])
     picture.putdata([0, 1])
     np.testing.assert_array_equal(decoded(encoded(picture, "PNG", transparency=1)), [[[9, 8, 7], [255] * 3]])
+
+
+def test_a_colour_that_the_palette_does_not_have_is_black() -> None:
+    chunks = (b"IHDR", struct.pack(">IIBBBBB", 4, 1, 8, 3, 0, 0, 0)), (b"PLTE", bytes([9, 8, 7, 1, 2, 3])), (b"tRNS", b"\0")
+    data = chunked(*chunks, (b"IDAT", zlib.compress(bytes([0, 0, 1, 2, 255]))), (b"IEND", b""))
+    np.testing.assert_array_equal(decoded(data), [[[255] * 3, [1, 2, 3], [0] * 3, [0] * 3]])
 
 
 @for_each("name", ["PNG", "TIFF"])
@@ -493,12 +506,9 @@ DEEP = (0x1234, 0x5678, 0x9ABC)
 
 
 def png(width: int, bits: int, colour: int, row: bytes, transparent: bytes) -> bytes:
-    data = b"\x89PNG\r\n\x1a\n"
     header = struct.pack(">IIBBBBB", width, 1, bits, colour, 0, 0, 0)
     rows = zlib.compress(b"\0" + row)
-    for kind, content in ((b"IHDR", header), (b"tRNS", transparent), (b"IDAT", rows), (b"IEND", b"")):
-        data += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-    return data
+    return chunked((b"IHDR", header), (b"tRNS", transparent), (b"IDAT", rows), (b"IEND", b""))
 
 
 @for_each(
@@ -521,44 +531,6 @@ def test_a_transparent_colour_is_seen_through_whatever_its_bits(
     target = np.zeros((1, 2, 3), np.uint8)
     decode_into(data, probe(data, LIMITS), target, (1, 2, 3))
     np.testing.assert_array_equal(target[0], expected)
-
-
-def profile(gamma: float = 1.0, swapped: bool = False) -> bytes:
-    """An ICC profile with sRGB's primaries, or with red and blue exchanged, and another curve."""
-    made = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
-    for number in range(struct.unpack_from(">I", made, 128)[0]):
-        entry = 132 + 12 * number
-        name, place, _ = struct.unpack_from(">4sII", made, entry)
-        if swapped and name in (b"rXYZ", b"bXYZ"):
-            made[entry : entry + 4] = b"bXYZ" if name == b"rXYZ" else b"rXYZ"
-        if name == b"desc":
-            text = made.index("sRGB".encode("utf-16-be"), place)
-            made[text : text + 8] = "test".encode("utf-16-be")
-    return bytes(made)
-
-
-@for_each("name", ["PNG", "JPEG", "TIFF", "WEBP", "AVIF", "HEIF"])
-def test_colours_are_converted_from_the_profile_of_the_picture(name: str) -> None:
-    data = encoded(Image.new("RGB", (32, 32), (220, 60, 20)), name, icc_profile=profile(swapped=True))
-    np.testing.assert_allclose(decoded(data)[16, 16], (20, 60, 220), atol=12)
-    np.testing.assert_allclose(scaled(data, 100)[5, 5], (20, 60, 220), atol=12)
-
-
-def test_transparent_colours_are_converted_before_they_lie_over_the_background() -> None:
-    pixels = np.array([[[220, 60, 20, 255], [220, 60, 20, 0]]], np.uint8)
-    data = encoded(Image.fromarray(pixels, "RGBA"), "PNG", icc_profile=profile(swapped=True))
-    np.testing.assert_allclose(decoded(data), [[[20, 60, 220], [255, 255, 255]]], atol=3)
-
-
-@for_each("icc", [b"not a profile", bytes(200), profile(swapped=True)[:300]])
-def test_a_profile_that_can_t_be_read_is_taken_for_srgb(icc: bytes) -> None:
-    data = encoded(Image.fromarray(noise()), "PNG", icc_profile=icc)
-    np.testing.assert_array_equal(decoded(data), noise())
-
-
-def test_a_profile_of_other_colours_is_taken_for_srgb() -> None:
-    data = encoded(Image.fromarray(noise()).convert("L"), "PNG", icc_profile=profile(swapped=True))
-    np.testing.assert_array_equal(decoded(data)[:, :, 0], np.asarray(Image.fromarray(noise()).convert("L")))
 
 
 # -- HEIC and AVIF --------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from shmring.frontend.media import video
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 from shmring.frontend.media.video import ClipHeader, DecodedClip, decode_into, probe
+from tests.frontend.media.test_colours import INVISIBLE, OTHERS
 from tests.tables import for_each
 
 Array = np.ndarray[Any, Any]
@@ -419,9 +420,9 @@ def test_a_track_that_can_t_be_decoded_is_passed_over(clip_of: Clip, two_tracks:
     assert numbers(decoded(data)[0]) == expected_numbers()
 
 
-def animated(pictures: list[Image.Image], durations: list[int], name: str) -> bytes:
+def animated(pictures: list[Image.Image], durations: list[int], name: str, **options: Any) -> bytes:
     file = io.BytesIO()
-    options = {"lossless": True} if name == "WEBP" else {}
+    options |= {"lossless": True} if name == "WEBP" else {}
     pictures[0].save(file, name, save_all=True, append_images=pictures[1:], duration=durations, loop=0, **options)
     return file.getvalue()
 
@@ -456,6 +457,12 @@ def test_an_animated_webp_is_a_clip_within_the_limits() -> None:
         prepared(data[:-20])
     with pytest.raises(MediaError, match="a picture, not a clip"):
         prepared(animated(pictures[:1], [40], "WEBP"))
+
+
+def test_an_animated_webp_is_shown_in_srgb() -> None:
+    pictures = [Image.new("RGBA", (20, 10), (220, 60, 20, alpha)) for alpha in (255, 0)]
+    frames, _ = decoded(animated(pictures, [40, 40], "WEBP", icc_profile=OTHERS["other primaries"]))
+    np.testing.assert_allclose(frames[:, 5, 5], [[20, 60, 220], [255, 255, 255]], atol=INVISIBLE)
 
 
 @for_each(("ratio", "size"), [(Fraction(2), (192, 64)), (Fraction(1, 2), (48, 64)), (Fraction(4, 3), (128, 64))])
