@@ -96,6 +96,9 @@ _PIECE_TOKENS = 128
 _IDLE_TOKENS = 2048
 _IDLE_S = 0.025  # that tokens of prompts take about, while no answer is written: whoever comes meanwhile waits for their end
 
+# What choosing the tokens of one owner's answers may take of a step that others are in: as long as a pass of a small model.
+_CHOOSING_S = 0.004
+
 _LONE_PASSES = 2  # in a step, of answers that are read by themselves: each takes as long as one of all others together
 
 # Media that a step copies, while answers wait: some ten milliseconds. One that is larger has a step to itself.
@@ -139,6 +142,7 @@ class _Answer:
 
     Args:
         sampling: how; checked here.
+        owner: of the request.
         prompt: its tokens, shape (tokens,).
         checkpoint: the model.
         texts: those of its tokens.
@@ -159,8 +163,10 @@ class _Answer:
         sampler: chooses its tokens.
         grammar: what says which tokens may be next, if anything does.
         twins: the answers behind it, until they are begun: the prompt is read once for all of them.
+        owner: as given.
         repeatable: whether it must be the same again, bit for bit.
-        lone_turn: its last turn to be read by itself.
+        turn: its last one, where not all answers are read in a step.
+        choosing_s: what its last token took to choose.
     """
 
     context: Context
@@ -169,6 +175,7 @@ class _Answer:
     def __init__(
         self,
         sampling: SamplingParams,
+        owner: str,
         prompt: torch.Tensor,
         checkpoint: Checkpoint,
         texts: TokenTexts,
@@ -179,7 +186,9 @@ class _Answer:
         if sampling.max_tokens is not None and sampling.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
         self.repeatable = sampling.seed is not None
-        self.lone_turn = 0
+        self.owner = owner
+        self.turn = 0
+        self.choosing_s = 0.0
         self.twins: list[_Answer] = []
         self.index = index
         self._ends = frozenset(sampling.stop_token_ids)
@@ -306,7 +315,7 @@ class TransformersExecutor:
         # Of requests to encode, by their numbers: in tokens, or None until then.
         self._long_texts: dict[int, dict[int, Text | None]] = {}
         self._taken: defaultdict[int, float] = defaultdict(float)  # seconds of this step, by request
-        self._lone_turns = itertools.count(1)
+        self._turns = itertools.count(1)
         self._token_s = _IDLE_S / _IDLE_TOKENS  # of a token, in the last pass of many
         #: What steps were spent on so far, in seconds: laying prompts out, passes of the model for prompts, for answers, and
         #: for answers that are read alone; choosing tokens; embedding; waiting for what is prepared beside them. And what other
@@ -476,7 +485,7 @@ class TransformersExecutor:
         inputs = prompts.build(request)
         tokens = inputs["input_ids"][0]
         answers = [
-            _Answer(request.sampling, tokens, self._checkpoint, self._texts, reader, grammar, index)
+            _Answer(request.sampling, request.owner, tokens, self._checkpoint, self._texts, reader, grammar, index)
             for index, (reader, grammar) in enumerate(zip(prompts.readers_of(request, tokens), grammars, strict=True))
         ]
         return answers, self._model.prepare(inputs)
@@ -520,7 +529,7 @@ class TransformersExecutor:
         written = [answer for request_id in running for answer in self._answers[request_id]]
         chosen = [(answer, answer.logits) for answer in written if answer.logits is not None]
         answers = [answer for answer in written if answer.logits is None]
-        pieces = self._choose_pieces([answer for answer in answers if self._can_batch(answer)])
+        pieces = self._choose_pieces(self._share_choosing([answer for answer in answers if self._can_batch(answer)]))
         passes = [list(pieces)] if pieces else []
         for answer in self._choose_lone([answer for answer in answers if not self._can_batch(answer)]):
             pieces[answer] = min(answer.context.unread, _PIECE_TOKENS) if self._model.flat else answer.context.unread
@@ -577,8 +586,8 @@ class TransformersExecutor:
             except Exception as error:  # noqa: BLE001 - as above
                 outputs[answer.request_id] = _report(error)
             now = time.perf_counter()
-            chosen_s = 0.0 if isinstance(choice, Exception) else choice.seconds
-            self._take(answer.request_id, "choosing", chosen_s + now - began)
+            answer.choosing_s = now - began + (0.0 if isinstance(choice, Exception) else choice.seconds)
+            self._take(answer.request_id, "choosing", answer.choosing_s)
         for request_id in running:
             if outputs[request_id] is _GOES_ON:
                 first, others = next(iter(replies[request_id]), None), replies[request_id][1:]
@@ -663,10 +672,25 @@ class TransformersExecutor:
 
     def _choose_lone(self, answers: Sequence[_Answer]) -> list[_Answer]:
         """Returns the answers that are read alone in this step: the first one, and of the others the one whose turn is next."""
-        chosen = [*answers[:1], *sorted(answers[1:], key=lambda answer: answer.lone_turn)[: _LONE_PASSES - 1]]
+        chosen = [*answers[:1], *sorted(answers[1:], key=lambda answer: answer.turn)[: _LONE_PASSES - 1]]
         for answer in chosen:
-            answer.lone_turn = next(self._lone_turns)
+            answer.turn = next(self._turns)
         return chosen
+
+    def _share_choosing(self, answers: Sequence[_Answer]) -> Sequence[_Answer]:
+        """Returns the answers that are read in this step: all of them, if they are one owner's. Otherwise, of each owner, as
+        many as take some milliseconds to choose tokens for, in turn.
+        """
+        left = dict.fromkeys((answer.owner for answer in answers), _CHOOSING_S)
+        if len(left) < 2 or sum(answer.choosing_s for answer in answers) <= _CHOOSING_S:
+            return answers
+        chosen = set()
+        for answer in sorted(answers, key=lambda answer: answer.turn):
+            if left[answer.owner] > 0:
+                left[answer.owner] -= answer.choosing_s
+                answer.turn = next(self._turns)
+                chosen.add(answer)
+        return [answer for answer in answers if answer in chosen]
 
     def _can_batch(self, answer: _Answer) -> bool:
         return self._model.flat and self._batch_decode and not answer.repeatable

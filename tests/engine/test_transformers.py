@@ -396,6 +396,27 @@ def test_while_no_answer_is_written_short_prompts_are_read_whole_and_long_ones_d
         executor.forget(number)
 
 
+def test_choosing_the_tokens_of_one_owner_takes_so_much_of_a_step_that_others_are_in(executor: TransformersExecutor) -> None:
+    dear = {number: of_tokens(4, max_tokens=20) for number in range(1, 7)}
+    cheap = of_tokens(4, max_tokens=20)
+    cheap.owner = "others"
+
+    def step(numbers: Iterable[int]) -> list[int]:
+        """Whose tokens were chosen, where those of dear answers take two milliseconds each, as far as is known."""
+        for number in dear:
+            executor._answers[number][0].choosing_s = 0.002
+        before = lengths(executor, numbers)
+        executor.execute([StepInput(number, None) for number in numbers])
+        return [number for number, old, new in zip(numbers, before, lengths(executor, numbers), strict=True) if new > old]
+
+    executor.execute([StepInput(number, request) for number, request in {9: cheap, **dear}.items()])
+    everybody = [9, *dear]
+    assert [step(everybody) for _ in range(4)] == [[9, 1, 2], [9, 3, 4], [9, 5, 6], [9, 1, 2]]
+    assert step(dear) == [*dear], "nobody else is there"
+    for number in everybody:
+        executor.forget(number)
+
+
 def test_of_answers_that_are_read_alone_two_are_in_a_step_the_first_and_the_others_in_turn(
     executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
