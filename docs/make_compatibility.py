@@ -330,7 +330,7 @@ FIELDS = {
         | {
             "background": True,
             "enable_response_messages": True,
-            "include": ["reasoning.encrypted_content"],
+            "include": ["file_search_call.results"],
             "include_reasoning": False,
             "max_tool_calls": 1,
             "media_io_kwargs": {"video": {"num_frames": 4}},
@@ -345,6 +345,7 @@ FIELDS = {
         },
         named=_of_responses(_GENERATION_NAMED) | {"prompt_cache_key": "x"},
         notes={
+            "include": 'also `["reasoning.encrypted_content"]`: reasoning is in the answer anyway, in plain text',
             "input": "a text, or items: messages, `function_call`, `function_call_output`; `reasoning` is named",
             "metadata": "is in the answer; up to 16 names of 64 characters, with texts of 512",
             "priority": _GENERATION_NOTES["priority"],

@@ -447,14 +447,19 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     """How likely a token was, before anything but the model had a say.
 
     Attributes:
-        token: its text.
+        token: its bytes: a text, or a part of a character.
         logprob: the natural logarithm of its probability.
         top: of the likeliest tokens, in that order, the same.
     """
 
-    token: str
+    token: bytes
     logprob: float
-    top: list[tuple[str, float]]
+    top: list[tuple[bytes, float]]
+
+    @property
+    def characters(self) -> int:
+        """How many characters begin in it."""
+        return sum(byte & 0xC0 != 0x80 for byte in self.token)
 
 
 class GenerateReply(msgspec.Struct, tag="generated", omit_defaults=True):

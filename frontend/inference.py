@@ -526,7 +526,7 @@ class _Parts:
         """Takes the next piece; returns how likely its tokens were, as the form says it, or None."""
         logprobs = self._form.logprobs(piece.logprobs, self._characters) if piece.logprobs else None
         # A text may be held back, if it may become a stop text; its tokens are told at once.
-        self._characters += sum(len(token.token) for token in piece.logprobs) if piece.logprobs else len(piece.text)
+        self._characters += sum(token.characters for token in piece.logprobs) if piece.logprobs else len(piece.text)
         piece.logprobs = []  # they are said in the form now, which is a half of their memory
         if not self._keep:
             self.pieces.clear()

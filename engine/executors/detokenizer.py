@@ -13,12 +13,19 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Detokenizer", "TokenTexts"]
+__all__ = ["Detokenizer", "TokenBytes"]
 
 _REPLACEMENT = "\ufffd"
+_BEFORE = "a"  # a text before a token
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # bytes that are their own letters
+_OTHERS = sorted({*range(256)} - {*_PRINTABLE})
+_OF_LETTERS = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
 
 # At the end, held-back tokens are decoded together with so many tokens before them: spaces depend on one neighbour.
 _CONTEXT = 8
@@ -66,8 +73,8 @@ class Detokenizer:
         return text
 
 
-class TokenTexts:
-    """The texts of single tokens, which are kept: a token with logprobs has those of 21. They are no more than the vocabulary.
+class TokenBytes:
+    """What single tokens stand for, which is kept: a token with logprobs has those of 21. They are no more than the vocabulary.
 
     Args:
         tokenizer: of transformers.
@@ -75,14 +82,37 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
+        self._found: dict[int, bytes] = {}
+        # A decoder may take the space from the first token of a text, so that two tokens would have the same one.
+        self._before: list[int] = tokenizer(_BEFORE, add_special_tokens=False)["input_ids"]
+        self._text_before = self._decode(self._before)
 
-    def of(self, tokens: Sequence[int]) -> list[str]:
-        """Returns the text of each token by itself."""
+    def of(self, tokens: Sequence[int]) -> list[bytes]:
+        """Returns the bytes of each token: a text, or a part of a character."""
         for token in tokens:
-            if token not in self._texts:
-                self._texts[token] = self._tokenizer.decode([token])
-        return [self._texts[token] for token in tokens]
+            if token not in self._found:
+                self._found[token] = self._find(token)
+        return [self._found[token] for token in tokens]
+
+    def _find(self, token: int) -> bytes:
+        text = self._decode([*self._before, token])
+        text = text.removeprefix(self._text_before) if text.startswith(self._text_before) else self._decode([token])
+        content = _bytes_of(self._tokenizer.convert_ids_to_tokens(token) or "") if _REPLACEMENT in text else None
+        return text.encode(errors="replace") if content is None else content
+
+    def _decode(self, tokens: list[int]) -> str:
+        return _decode(self._tokenizer, tokens, skip=False)
+
+
+def _bytes_of(piece: str) -> bytes | None:
+    """Returns the bytes that a vocabulary's spelling of a token stands for; None if it does not spell bytes.
+
+    Source: SentencePiece's tokens of bytes, and GPT-2's letters, of which each is a byte.
+    """
+    if single := _BYTE.fullmatch(piece):
+        return bytes.fromhex(single[1])
+    content = [_OF_LETTERS.get(letter) for letter in piece]
+    return bytes(byte for byte in content if byte is not None) if content and None not in content else None
 
 
 def _make_step(tokenizer: Any, context: list[int], skip: bool) -> Callable[[int], str | None]:

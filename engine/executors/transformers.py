@@ -46,7 +46,7 @@ import torch
 from shmring.core.loggers import logger_of
 from shmring.engine.executors.callers_texts import count_characters
 from shmring.engine.executors.checkpoint import Checkpoint, LoadSettings, load_checkpoint
-from shmring.engine.executors.detokenizer import Detokenizer, TokenTexts
+from shmring.engine.executors.detokenizer import Detokenizer, TokenBytes
 from shmring.engine.executors.embedding import POOLINGS, Embedder
 from shmring.engine.executors.encoding import Encoded, EncodingLine
 from shmring.engine.executors.failures import report, shortened
@@ -145,7 +145,7 @@ class _Answer:
         owner: of the request.
         prompt: its tokens, shape (tokens,).
         checkpoint: the model.
-        texts: those of its tokens.
+        contents: of its tokens.
         reader: tells tool calls from text; None: all of it is text.
         grammar: what it may be, or what each call in it may be behind its opening mark, if the reader looks for these; None:
             anything.
@@ -178,7 +178,7 @@ class _Answer:
         owner: str,
         prompt: torch.Tensor,
         checkpoint: Checkpoint,
-        texts: TokenTexts,
+        contents: TokenBytes,
         reader: ResponseReader | None = None,
         grammar: Grammar | None = None,
         index: int = 0,
@@ -202,7 +202,7 @@ class _Answer:
         self._stops = StopTexts(sampling.stop)
         self._reader = reader
         self._detokenizer = Detokenizer(checkpoint.tokenizer, skip_special_tokens=reader is None)
-        self._texts = texts
+        self._contents = contents
         self._limit = longest_answer(sampling, len(prompt), checkpoint.max_model_len)
         self._prompt_tokens = len(prompt)
         self._completion_tokens = 0
@@ -224,8 +224,8 @@ class _Answer:
         self._unsent.append(token)
         if self.sampler.logprobs is not None:
             tokens, logprobs = zip(*choice.likeliest, strict=True) if choice.likeliest else ((), ())
-            text, *texts = self._texts.of([token, *tokens])
-            self._unsent_logprobs.append(TokenLogprobs(text, choice.logprob, list(zip(texts, logprobs, strict=True))))
+            content, *others = self._contents.of([token, *tokens])
+            self._unsent_logprobs.append(TokenLogprobs(content, choice.logprob, list(zip(others, logprobs, strict=True))))
         finish_reason: FinishReason | None = None
         if token in self._ends:
             text, stopped = self._push(self._detokenizer.flush())
@@ -298,7 +298,7 @@ class TransformersExecutor:
     def __init__(self, options: ExecutorOptions) -> None:
         settings = _parse_options(options.options)
         self._checkpoint = load_checkpoint(options.model, settings)
-        self._texts = TokenTexts(self._checkpoint.tokenizer)
+        self._contents = TokenBytes(self._checkpoint.tokenizer)
         self._max_num_seqs = settings.max_num_seqs
         self._prompts = PromptBuilder(self._checkpoint, options.mm_processor_kwargs)
         self._prompts.offer_processor()
@@ -485,7 +485,7 @@ class TransformersExecutor:
         inputs = prompts.build(request)
         tokens = inputs["input_ids"][0]
         answers = [
-            _Answer(request.sampling, request.owner, tokens, self._checkpoint, self._texts, reader, grammar, index)
+            _Answer(request.sampling, request.owner, tokens, self._checkpoint, self._contents, reader, grammar, index)
             for index, (reader, grammar) in enumerate(zip(prompts.readers_of(request, tokens), grammars, strict=True))
         ]
         return answers, self._model.prepare(inputs)

@@ -30,7 +30,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -39,6 +39,7 @@ import torch
 
 from shmring.core.loggers import logger_of
 from shmring.engine.executors.callers_texts import count_characters
+from shmring.engine.executors.detokenizer import TokenBytes
 from shmring.engine.executors.failures import report, shortened
 from shmring.engine.executors.forms import form_of
 from shmring.engine.executors.interface import (
@@ -212,6 +213,7 @@ class VllmExecutor:
         self._resets: collections.deque[concurrent.futures.Future[None]] = collections.deque()
         self._turns = itertools.count()
         self._requests: dict[int, _Request] = {}
+        self._contents = TokenBytes(self._builder.tokenizer)
         self._trials = Trials(FormTokens(self._builder.tokenizer))
 
     def describe(self) -> ModelDescription:
@@ -401,7 +403,7 @@ class VllmExecutor:
                 continue
             try:
                 if request.answers:
-                    replies.setdefault(request_id, []).extend(_replies(request, output))
+                    replies.setdefault(request_id, []).extend(_replies(request, output, self._contents))
                 else:
                     request.embeddings[int(number)] = output.outputs.data
             except Exception as error:  # noqa: BLE001 - it fails the request that it is about
@@ -425,17 +427,17 @@ def _shared(
     }
 
 
-def _replies(request: _Request, output: Any) -> list[GenerateReply]:
+def _replies(request: _Request, output: Any, contents: TokenBytes) -> list[GenerateReply]:
     """Returns what is new of a request's answers."""
     replies = []
     for piece in output.outputs:
         answer = request.answers[piece.index]
         if not answer.ended and (piece.text or piece.token_ids or piece.finish_reason is not None):
-            replies.append(_reply(request, answer, piece))
+            replies.append(_reply(request, answer, piece, contents))
     return replies
 
 
-def _reply(request: _Request, answer: _Answer, piece: Any) -> GenerateReply:
+def _reply(request: _Request, answer: _Answer, piece: Any, contents: TokenBytes) -> GenerateReply:
     """Returns what is new of an answer.
 
     Raises:
@@ -456,16 +458,18 @@ def _reply(request: _Request, answer: _Answer, piece: Any) -> GenerateReply:
         parts.reasoning,
         piece.index,
         [
-            _token_logprobs(likely[token], likely.values(), answer.logprobs)
+            _token_logprobs(contents, token, likely, answer.logprobs)
             for token, likely in zip(piece.token_ids, piece.logprobs or [], strict=False)
         ],
     )
 
 
-def _token_logprobs(chosen: Any, likely: Iterable[Any], count: int) -> TokenLogprobs:
+def _token_logprobs(contents: TokenBytes, chosen: int, likely: Mapping[int, Any], count: int) -> TokenLogprobs:
     """Returns how likely a token was, and the likeliest ones. vLLM puts the chosen one beside these."""
-    top = sorted((each for each in likely if each.rank <= count), key=lambda each: each.rank)
-    return TokenLogprobs(chosen.decoded_token or "", chosen.logprob, [(each.decoded_token or "", each.logprob) for each in top])
+    top = sorted((token for token, each in likely.items() if each.rank <= count), key=lambda token: likely[token].rank)
+    content, *others = contents.of([chosen, *top])
+    logprobs = [(other, likely[token].logprob) for other, token in zip(others, top, strict=True)]
+    return TokenLogprobs(content, likely[chosen].logprob, logprobs)
 
 
 def _output(request: _Request, replies: list[GenerateReply]) -> StepOutput:

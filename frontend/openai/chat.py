@@ -118,11 +118,11 @@ class ResponseMessage(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct):
-    """How likely a token was: the logarithm of its probability. `bytes` are null where they are no text by themselves."""
+    """How likely a token was: the logarithm of its probability. `bytes` are its own, which may be a part of a character."""
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class ChatLogprob(TopLogprob):
@@ -333,10 +333,8 @@ def _logprobs(tokens: Sequence[TokenLogprobs], _: int) -> ChatLogprobs:
         msgspec.Raw(
             msgspec.json.encode(
                 ChatLogprob(
-                    token.token,
-                    token.logprob,
-                    _bytes_of(token.token),
-                    [TopLogprob(text, logprob, _bytes_of(text)) for text, logprob in token.top],
+                    *_described(token.token, token.logprob),
+                    [TopLogprob(*_described(other, logprob)) for other, logprob in token.top],
                 )
             )
         )
@@ -345,8 +343,8 @@ def _logprobs(tokens: Sequence[TokenLogprobs], _: int) -> ChatLogprobs:
     return ChatLogprobs(encoded)  # type: ignore[arg-type]  # what they are is said by the type
 
 
-def _bytes_of(token: str) -> list[int] | None:
-    return None if "\ufffd" in token else list(token.encode())
+def _described(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+    return token.decode(errors="replace"), logprob, list(token)
 
 
 #: How chats are understood and answered.

@@ -47,7 +47,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """How likely tokens were: logarithms of their probabilities, before the request's parameters had a say."""
+    """How likely tokens were: logarithms of their probabilities, before the request's parameters had a say.
+
+    A part of a character is called by its bytes, such as `bytes:\\xf0\\x9f`; so is a token whose text another one has as well.
+    """
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -141,10 +144,30 @@ def _piece(
 
 def _logprobs(tokens: Sequence[TokenLogprobs], characters: int) -> CompletionLogprobs:
     """The chosen token is among the likeliest, as in OpenAI's API. They are encoded at once: all at the end would take long."""
-    texts = [token.token for token in tokens]
-    tops = [msgspec.Raw(msgspec.json.encode({**dict(token.top), token.token: token.logprob})) for token in tokens]
-    offsets = list(itertools.accumulate(map(len, texts), initial=characters))[:-1]
+    texts = [_name_of(token.token) for token in tokens]
+    tops = [msgspec.Raw(msgspec.json.encode(_top_of(token))) for token in tokens]
+    offsets = list(itertools.accumulate((token.characters for token in tokens), initial=characters))[:-1]
     return CompletionLogprobs(texts, [token.logprob for token in tokens], tops, offsets)  # type: ignore[arg-type]  # as above
+
+
+def _top_of(token: TokenLogprobs) -> dict[str, float]:
+    top: dict[str, float] = {}
+    own = [] if any(other == token.token for other, _ in token.top) else [(token.token, token.logprob)]
+    for other, logprob in [*token.top, *own]:
+        name = _name_of(other)
+        top[name if name not in top else _spelt(other)] = logprob
+    return top
+
+
+def _name_of(token: bytes) -> str:
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return _spelt(token)
+
+
+def _spelt(token: bytes) -> str:
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 #: How completions are understood and answered.

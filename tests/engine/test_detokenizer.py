@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shmring.engine.executors.detokenizer import Detokenizer, TokenTexts
+from shmring.engine.executors.detokenizer import Detokenizer, TokenBytes
 from tests.tables import for_each
 
 TEXT = "Größe 日本語のテキスト, 🙂🚀 naïve señor: привет!  Two  spaces, a\ttab\nand a line. 👩\u200d👩\u200d👧"
@@ -22,10 +22,14 @@ class PlainTokenizer:
         self.encode = tokenizer.encode
         self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
         self.decode = tokenizer.decode
+        self.convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
         self._length = len(tokenizer)
 
     def __len__(self) -> int:
         return self._length
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text, add_special_tokens=add_special_tokens)}
 
 
 @pytest.fixture(scope="module", params=["fast", "plain"])
@@ -149,16 +153,22 @@ def test_noise_that_is_no_text_is_let_go_some_time(byte_tokenizer: Any) -> None:
     assert set("".join(texts)) == {"\ufffd"}
 
 
-def test_the_text_of_a_token_by_itself_is_made_once(byte_tokenizer: Any) -> None:
+def test_what_tokens_stand_for_is_all_of_the_text(byte_tokenizer: Any) -> None:
     tokens = byte_tokenizer.encode(TEXT, add_special_tokens=False)
-    expected = [byte_tokenizer.decode([token]) for token in tokens]
-    decoded: list[list[int]] = []
+    found = TokenBytes(byte_tokenizer).of(tokens)
+    assert b"".join(found).decode() == TEXT
+    assert any("\ufffd" in content.decode(errors="replace") for content in found)
 
-    class Tokenizer:
-        def decode(self, tokens: list[int]) -> str:
-            decoded.append(tokens)
-            return byte_tokenizer.decode(tokens)
 
-    texts = TokenTexts(Tokenizer())
-    assert texts.of(tokens) == texts.of(tokens) == expected
-    assert sorted(decoded) == [[token] for token in sorted(set(tokens))]
+def test_a_word_that_begins_with_a_space_is_not_the_one_without_it(word_tokenizer: Any) -> None:
+    names = ["▁the", "s", "<0xE5>", "<0x41>", "▁", "<s>"]
+    tokens = [word_tokenizer.convert_tokens_to_ids(name) for name in names]
+    assert TokenBytes(word_tokenizer).of(tokens) == [b" the", b"s", b"\xe5", b"A", b" ", b"<s>"]
+
+
+def test_the_bytes_of_a_token_are_found_once(byte_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = byte_tokenizer.encode(TEXT, add_special_tokens=False)
+    contents = TokenBytes(byte_tokenizer)
+    once = contents.of(tokens)
+    monkeypatch.setattr(contents, "_find", None)
+    assert contents.of(tokens) == once

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from shmring.engine.executors import create_executor, preparing
+from shmring.engine.executors.detokenizer import TokenBytes
 from shmring.engine.executors.interface import ContextLengthError, Executor, ExecutorOptions, StepInput, StepOutput
 from shmring.engine.protocol import (
     ChatMessage,
@@ -1026,12 +1027,13 @@ def test_probabilities_are_those_of_transformers(architecture: str, tiny_model: 
         logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     expected = torch.log_softmax(logits.double(), dim=1)
     found = [described for reply in replies for described in reply.logprobs]
+    contents = TokenBytes(tokenizer)
     assert len(found) == len(tokens) == 12
     for token, described, row in zip(tokens, found, expected, strict=True):
-        assert described.token == tokenizer.decode([token])
+        assert [described.token] == contents.of([token])
         assert described.logprob == pytest.approx(float(row[token]), abs=1e-5)
         values, numbers = row.topk(4)
-        assert [text for text, _ in described.top] == [tokenizer.decode([number]) for number in numbers.tolist()]
+        assert [content for content, _ in described.top] == contents.of(numbers.tolist())
         assert [value for _, value in described.top] == pytest.approx(values.tolist(), abs=1e-5)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
 import shmring
 from shmring.engine.protocol import CAPABILITIES, GenerateReply, InputSpec, ModelDescription, TokenLogprobs
@@ -31,7 +33,8 @@ async def three(claim: shmring.Claim) -> None:
         await claim.reply(GenerateReply(f"b{index}", [3, 4], 5, 3, "length", index=index))
 
 
-TOKENS = [TokenLogprobs("Hé", -0.5, [("Hé", -0.5), ("\ufffd", -1.5)]), TokenLogprobs("x", -9999.0, [("y", -0.25)])]
+PARTS = [(b"\xf0\x9f", -1.5), (b"\xf0\x9f\x99", -2.0), ("\ufffd".encode(), -2.5), ("Hé".encode(), -3.0)]
+TOKENS = [TokenLogprobs("Hé".encode(), -0.5, [("Hé".encode(), -0.5), *PARTS]), TokenLogprobs(b"x", -9999.0, [(b"y", -0.25)])]
 
 
 async def likely(claim: shmring.Claim) -> None:
@@ -96,7 +99,10 @@ async def test_how_likely_tokens_of_a_chat_were(open_engine: Any, open_app: Open
             "bytes": [72, 195, 169],
             "top_logprobs": [
                 {"token": "Hé", "logprob": -0.5, "bytes": [72, 195, 169]},
-                {"token": "\ufffd", "logprob": -1.5, "bytes": None},
+                {"token": "\ufffd", "logprob": -1.5, "bytes": [0xF0, 0x9F]},
+                {"token": "\ufffd", "logprob": -2.0, "bytes": [0xF0, 0x9F, 0x99]},
+                {"token": "\ufffd", "logprob": -2.5, "bytes": [0xEF, 0xBF, 0xBD]},
+                {"token": "Hé", "logprob": -3.0, "bytes": [72, 195, 169]},
             ],
         },
         {
@@ -112,6 +118,29 @@ async def test_how_likely_tokens_of_a_chat_were(open_engine: Any, open_app: Open
     assert [entry for part in streamed if part for entry in part["content"]] == expected
 
 
+async def test_parts_of_characters_are_told_by_their_bytes(open_engine: Any, open_app: OpenApp) -> None:
+    """Callers join them; the types are those of OpenAI's client."""
+    text = "é🙂x"
+    pieces = ["é".encode(), b"\xf0\x9f", b"\x99\x82", b"x"]
+
+    async def say(claim: shmring.Claim) -> None:
+        tokens = [TokenLogprobs(piece, -0.5, [(piece, -0.5)]) for piece in pieces]
+        await claim.reply(GenerateReply(text, [1, 2, 3, 4], 5, 4, "stop", logprobs=tokens))
+
+    http = await open_app(await open_engine(say, TALKING))
+    answer = (await http.post("/v1/chat/completions", json=CHAT | {"logprobs": True, "top_logprobs": 1})).json()
+    [choice] = ChatCompletion.model_validate(answer).choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert b"".join(bytes(token.bytes or []) for token in choice.logprobs.content).decode() == text
+    completion = Completion.model_validate((await http.post("/v1/completions", json=COMPLETION | {"logprobs": 1})).json())
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["é", r"bytes:\xf0\x9f", r"bytes:\x99\x82", "x"]
+    assert [list(top) for top in logprobs.top_logprobs or []] == [[token] for token in logprobs.tokens]
+    assert logprobs.text_offset == [0, 1, 2, 2]
+
+
 async def test_how_likely_tokens_of_a_completion_were(open_engine: Any, open_app: OpenApp) -> None:
     http = await open_app(await open_engine(likely, TALKING))
     body = COMPLETION | {"logprobs": 2}
@@ -119,7 +148,16 @@ async def test_how_likely_tokens_of_a_completion_were(open_engine: Any, open_app
     assert choice["logprobs"] == {
         "tokens": ["Hé", "x"],
         "token_logprobs": [-0.5, -9999.0],
-        "top_logprobs": [{"Hé": -0.5, "\ufffd": -1.5}, {"y": -0.25, "x": -9999.0}],
+        "top_logprobs": [
+            {
+                "Hé": -0.5,
+                r"bytes:\xf0\x9f": -1.5,
+                r"bytes:\xf0\x9f\x99": -2.0,
+                "\ufffd": -2.5,
+                r"bytes:\x48\xc3\xa9": -3.0,
+            },
+            {"y": -0.25, "x": -9999.0},
+        ],
         "text_offset": [0, 2],
     }
     events = events_of(await http.post("/v1/completions", json=body | {"stream": True}))

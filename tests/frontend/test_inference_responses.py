@@ -259,6 +259,19 @@ async def test_items_become_messages(open_engine: Any, open_app: OpenApp, encode
     assert (request.template_options, request.parallel_tool_calls) == ({"reasoning_effort": "low"}, False)
 
 
+async def test_encrypted_reasoning_may_be_asked_for(
+    noted: tuple[httpx.AsyncClient, list[GenerateRequest]],
+) -> None:
+    http, requests = noted
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None}
+    body = {"model": "m", "store": False, "input": [{"role": "user", "content": "Hi"}, reasoning]}
+    for include in ([], ["reasoning.encrypted_content"]):
+        assert (await http.post("/v1/responses", json=body | {"include": include})).status_code == 200
+    assert len(requests) == 2
+    error = (await http.post("/v1/responses", json=body | {"include": ["file_search_call.results"]})).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_value", "include")
+
+
 async def test_forms_and_required_calls_are_those_of_chats(open_engine: Any, open_app: OpenApp) -> None:
     requests: list[GenerateRequest] = []
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image
@@ -176,7 +177,7 @@ def look(executor: VllmExecutor) -> dict[str, Any]:
     [several] = run(ask(TEXTS[0], n=3, temperature=1.0, seed=5))
     seen["several"] = [joined([reply for reply in several if reply.index == index]) for index in range(3)]
     [likely] = run(ask(TEXTS[0], logprobs=2))
-    seen["logprobs"] = [[each.token, each.logprob, each.top] for reply in likely for each in reply.logprobs]
+    seen["logprobs"] = [msgspec.to_builtins(each) for reply in likely for each in reply.logprobs]
     schema = {"type": "array", "items": {"enum": ["x", "yz"]}, "minItems": 2, "maxItems": 2}
     structures = [
         StructuredOutputsParams(json=json.dumps(schema)),
