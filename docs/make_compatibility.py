@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from shmring.engine.vllm_options import ADVICE, OF_ITS_ENGINE
+from shmring.frontend.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from shmring.frontend.openai.chat import ChatRequest
 from shmring.frontend.openai.completions import CompletionRequest
 from shmring.frontend.openai.embeddings import EmbeddingRequest
@@ -50,6 +51,8 @@ ROUTES = {
     "GET /version": "",
     "POST /v1/chat/completions": "",
     "POST /v1/responses": "stateless: send the whole conversation; `n` and `max_tokens` are of chats",
+    "POST /v1/messages": "as Anthropic's API: a picture is a block `image`; the server runs no tools of its own",
+    "POST /v1/messages/count_tokens": "with `--executor transformers` or `vllm`; pictures count as well",
     "POST /v1/completions": "",
     "POST /tokenize": "with `--executor transformers` or `vllm`",
     "POST /detokenize": "with `--executor transformers` or `vllm`",
@@ -75,8 +78,6 @@ ROUTES = {
 MISSING_ROUTES = {
     "GET /v1/responses/{response_id}": "responses are not kept",
     "POST /v1/responses/{response_id}/cancel": "",
-    "POST /v1/messages": "",
-    "POST /v1/messages/count_tokens": "",
     "POST /v1/chat/completions/batch": "",
     "POST /v1/chat/completions/render": "",
     "POST /v1/completions/render": "",
@@ -260,6 +261,28 @@ _SCORING_NAMED = {"cache_salt": "x", "request_id": "x"}
 _SCORING_NOTES = {"priority": _GENERATION_NOTES["priority"], "request_id": _GENERATION_NOTES["request_id"]}
 _NO_QUERIES = {"queries": None, "documents": None}
 
+_MESSAGES_TOOLS = [{"name": "f", "input_schema": {"type": "object", "properties": {}}}]
+_MESSAGES_WORKS = {
+    "chat_template_kwargs": {"a": 1},
+    "output_config": {"effort": "high"},
+    "system": "Be brief.",
+    "tool_choice": {"type": "any"},
+    "tools": _MESSAGES_TOOLS,
+}
+_MESSAGES_REFUSED = {
+    "context_management": {"edits": []},
+    "mcp_servers": [{"name": "x"}],
+    "output_format": {"type": "json_schema"},
+}
+_MESSAGES_TAKEN = {"cache_control": {"type": "ephemeral"}}
+_MESSAGES_NOTES = {
+    "cache_control": "also that of blocks",
+    "output_config": "`effort`: as `reasoning_effort` of chats; `format`: a JSON schema, not beside tools",
+    "thinking": "with `disabled`, thinking is left out of the answer; `chat_template_kwargs` say whether the model thinks. "
+    "`budget_tokens` is named",
+    "tools": "as in chats; those that the vendor's server runs are refused",
+}
+
 FIELDS = {
     "POST /v1/chat/completions": Fields(
         ChatRequest,
@@ -358,6 +381,46 @@ FIELDS = {
             "user": "is in the answer",
         },
         beside={"parallel_tool_calls": {"tools": _RESPONSES_TOOLS}, "tool_choice": {"tools": _RESPONSES_TOOLS}},
+    ),
+    "POST /v1/messages": Fields(
+        MessagesRequest,
+        base={"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]},
+        required=("max_tokens", "messages", "model"),
+        works=_MESSAGES_WORKS
+        | {
+            "priority": 2,
+            "stop_sequences": ["x"],
+            "stream": True,
+            "temperature": 0.5,
+            "thinking": {"type": "disabled"},
+            "top_k": 4,
+            "top_p": 0.5,
+        },
+        taken=_MESSAGES_TAKEN | {"metadata": {"user_id": "me"}},
+        refused=_MESSAGES_REFUSED
+        | {
+            "container": "x",
+            "ec_transfer_params": {"a": 1},
+            "kv_transfer_params": {"a": 1},
+            "return_mm_kwargs": True,
+            "service_tier": "flex",
+            "speed": "fast",
+            "vllm_xargs": {"a": 1},
+            "watermarking": True,
+        },
+        named={"cache_salt": "x", "inference_geo": "eu", "mm_payload": "none"},
+        notes=_MESSAGES_NOTES | {"priority": _GENERATION_NOTES["priority"], "stop_sequences": _GENERATION_NOTES["stop"]},
+        beside={"tool_choice": {"tools": _MESSAGES_TOOLS}},
+    ),
+    "POST /v1/messages/count_tokens": Fields(
+        CountTokensRequest,
+        base={"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
+        required=("messages", "model"),
+        works={name: value for name, value in _MESSAGES_WORKS.items() if name != "tool_choice"},
+        taken=_MESSAGES_TAKEN | {"thinking": {"type": "disabled"}, "tool_choice": {"type": "auto"}},
+        refused=_MESSAGES_REFUSED,
+        named={},
+        notes={name: note for name, note in _MESSAGES_NOTES.items() if name != "thinking"},
     ),
     "POST /v1/completions": Fields(
         CompletionRequest,

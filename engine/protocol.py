@@ -475,6 +475,7 @@ class GenerateReply(msgspec.Struct, tag="generated", omit_defaults=True):
         reasoning: what is new of what the model wrote for itself, where that is told apart.
         index: which of the request's ``n`` answers it is a piece of.
         logprobs: of each of ``token_ids``, if they were asked for.
+        stop_text: on the last piece: the stop text that ended the answer, if one did.
     """
 
     text: str
@@ -486,6 +487,7 @@ class GenerateReply(msgspec.Struct, tag="generated", omit_defaults=True):
     reasoning: str = ""
     index: int = 0
     logprobs: list[TokenLogprobs] = []
+    stop_text: str | None = None
 
 
 EngineRequestPayload: TypeAlias = EncodeRequest | GenerateRequest

@@ -165,7 +165,7 @@ class EngineRequest:
         piece.token_ids = piece.token_ids + reply.token_ids  # not in place: the lists may be the executor's
         piece.prompt_tokens = reply.prompt_tokens
         piece.completion_tokens = reply.completion_tokens
-        piece.finish_reason = reply.finish_reason
+        piece.finish_reason, piece.stop_text = reply.finish_reason, reply.stop_text
         piece.tool_calls = piece.tool_calls + reply.tool_calls
         piece.reasoning += reply.reasoning
         piece.logprobs = piece.logprobs + reply.logprobs

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,12 +38,21 @@ from shmring.engine.loop_lag import LoopLag
 from shmring.engine.supervision import FrontendState
 from shmring.frontend.admin import admin_routes
 from shmring.frontend.admission import Admission, AdmissionMiddleware, admitted_of
+from shmring.frontend.anthropic.errors import MESSAGES_PATH
+from shmring.frontend.anthropic.messages_answer import MessagesWriter
+from shmring.frontend.anthropic.messages_request import (
+    COUNT_TOKENS_PARSER,
+    MESSAGES_PARSER,
+    CountTokensAnswer,
+    TranslatedMessages,
+    check_version,
+)
 from shmring.frontend.authentication import Authentication
 from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
-from shmring.frontend.errors import ApiError, ErrorEnvelope, report
+from shmring.frontend.errors import ApiError, report
 from shmring.frontend.health import HealthReporter
-from shmring.frontend.inference import Answer, Facts, Inference, events_of, written
+from shmring.frontend.inference import Answer, AnswerWriter, Facts, Inference, events_of, written
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.key_usage import KeyLimits, UsageTable, usages_of
 from shmring.frontend.metrics import EngineNumbers, FrontendMetrics
@@ -55,7 +64,7 @@ from shmring.frontend.openai.generation import AnswerForm, GenerationRequest
 from shmring.frontend.openai.models import Load, Version
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.responses_answer import ResponsesWriter
-from shmring.frontend.openai.responses_request import RESPONSES_PARSER, translated
+from shmring.frontend.openai.responses_request import RESPONSES_PARSER, TranslatedRequest, translated
 from shmring.frontend.openai.scoring import RERANK_PARSER, SCORE_PARSER
 from shmring.frontend.openai.tokens import DETOKENIZE_PARSER, TOKENIZE_PARSER
 from shmring.frontend.openai.tools import check_whole
@@ -139,6 +148,8 @@ def create_app(
         [
             ObservedRoute("/v1/chat/completions", routes.chat, methods=["POST"], middleware=admitted),
             ObservedRoute("/v1/responses", routes.respond, methods=["POST"], middleware=admitted),
+            ObservedRoute(MESSAGES_PATH, routes.answer_messages, methods=["POST"], middleware=admitted),
+            ObservedRoute(f"{MESSAGES_PATH}/count_tokens", routes.count_tokens, methods=["POST"], middleware=admitted),
             ObservedRoute("/v1/completions", routes.complete, methods=["POST"], middleware=admitted),
             ObservedRoute("/tokenize", routes.tokenize, methods=["POST"], middleware=admitted),
             ObservedRoute("/detokenize", routes.detokenize, methods=["POST"], middleware=admitted),
@@ -301,7 +312,7 @@ class _Routes:
         answer: Answer,
         scope: Scope,
         notes: dict[str, str],
-        failed: Callable[[ErrorEnvelope], bytes] = event,
+        failed: Callable[[ApiError], bytes] | None = None,
     ) -> EventStream:
         broken = functools.partial(self._broken_stream, scope=scope)
         deadline = admitted_of(scope).deadline
@@ -309,24 +320,45 @@ class _Routes:
 
     async def respond(self, http_request: Request) -> Response:
         request, notes = await self._read(RESPONSES_PARSER, http_request)
-        translation = translated(request)
-        if translation.ignored:
-            notes = _ignoring([*notes.values(), *translation.ignored])
-        scope = http_request.scope
-        admitted, request_id = admitted_of(scope), request_id_of(scope)
         writer = ResponsesWriter(request)
-        try:
-            if not request.stream:
-                facts = await self._inference.respond(translation.chat, writer, admitted, request_id)
-                facts.ignored = [translation.place_of(name) or name for name in facts.ignored]
-                return JsonResponse(writer.answer, headers=_costs(facts) | _told(facts, notes))
-            answer = await self._inference.begin(CHAT_FORM, translation.chat, admitted, request_id)
-            answer.facts.ignored = [translation.place_of(name) or name for name in answer.facts.ignored]
-        except ApiError as error:
-            error.param = translation.place_of(error.param)
-            raise
-        events = (event(written_event, written_event.type) async for written_event in written(answer, writer))
-        return self._streamed(events, answer, scope, notes, lambda envelope: event(writer.fail(envelope.error), "error"))
+        failed = functools.partial(_failed_response, writer)
+        return await self._write(translated(request), writer, http_request.scope, notes, failed)
+
+    async def answer_messages(self, http_request: Request) -> Response:
+        check_version(http_request.headers.get("anthropic-version"))
+        request, notes = await self._read(MESSAGES_PARSER, http_request)
+        return await self._write(TranslatedMessages(request), MessagesWriter(request), http_request.scope, notes)
+
+    async def count_tokens(self, http_request: Request) -> Response:
+        check_version(http_request.headers.get("anthropic-version"))
+        request, notes = await self._read(COUNT_TOKENS_PARSER, http_request)
+        translation, scope = TranslatedMessages(request), http_request.scope
+        with _placed(translation):
+            counting = self._inference.count_tokens(translation.chat, admitted_of(scope), request_id_of(scope))
+            count, facts = await counting
+        headers = _costs(facts) | _told(_placed_facts(facts, translation), notes)
+        return JsonResponse(CountTokensAnswer(count), headers=headers)
+
+    async def _write(
+        self,
+        translation: TranslatedRequest | TranslatedMessages,
+        writer: AnswerWriter,
+        scope: Scope,
+        notes: dict[str, str],
+        failed: Callable[[ApiError], bytes] | None = None,
+    ) -> Response:
+        """Answers the request of another form that became a chat's."""
+        chat = translation.chat
+        admitted, request_id = admitted_of(scope), request_id_of(scope)
+        with _placed(translation):
+            if not chat.stream:
+                facts = await self._inference.respond(chat, writer, admitted, request_id)
+                headers = _costs(facts) | _told(_placed_facts(facts, translation), notes)
+                return JsonResponse(writer.answer, headers=headers)
+            answer = await self._inference.begin(CHAT_FORM, chat, admitted, request_id)
+        _placed_facts(answer.facts, translation)
+        events = (event(made, made.type) async for made in written(answer, writer))
+        return self._streamed(events, answer, scope, notes, failed)
 
     def _broken_stream(self, error: Exception, scope: Scope) -> ApiError:
         api_error = report(error, request_id_of(scope))
@@ -406,6 +438,26 @@ def _ignoring(names: Sequence[str]) -> dict[str, str]:
     return {"x-shmring-ignored-fields": text}
 
 
+def _failed_response(writer: ResponsesWriter, error: ApiError) -> bytes:
+    return event(writer.fail(error), "error")
+
+
+def _placed_facts(facts: Facts, translation: TranslatedRequest | TranslatedMessages) -> Facts:
+    """Has facts name what was ignored as the request itself does; also what is not in its translation."""
+    facts.ignored = [*translation.ignored, *(translation.place_of(name) or name for name in facts.ignored)]
+    return facts
+
+
+@contextlib.contextmanager
+def _placed(translation: TranslatedRequest | TranslatedMessages) -> Iterator[None]:
+    """Has errors about the translation of a request name their place in the request itself."""
+    try:
+        yield
+    except ApiError as error:
+        error.param = translation.place_of(error.param)
+        raise
+
+
 def _costs(facts: Facts) -> dict[str, str]:
     return {"x-shmring-slab-bytes": str(facts.slab_nbytes), "x-shmring-copies": str(facts.copies)}
 
@@ -426,7 +478,7 @@ def _answer_to(error: Exception, scope: Scope) -> Response:
         error = _of_the_router(error, scope["method"], scope["path"])
     answer = report(error, request_id_of(scope))
     note_failure(scope, answer.code)
-    return error_response(answer)
+    return error_response(answer, scope)
 
 
 def _of_the_router(error: HTTPException, method: str, path: str) -> ApiError:

@@ -1,4 +1,5 @@
-"""Keys that callers must have: ``Authorization: Bearer KEY``, as OpenAI's clients send it.
+"""Keys that callers must have: ``Authorization: Bearer KEY``, as OpenAI's clients send it, or ``x-api-key: KEY``, as
+Anthropic's do. With both, the first one counts.
 
 Only ``/v1`` is protected, as in vLLM. Monitoring (``/health``, ``/ready``, ``/metrics``, ``/version``) and the documentation
 (``/docs``) need no key.
@@ -48,13 +49,14 @@ class Authentication:
         Raises:
             ApiError: 401, it has none, or a wrong one.
         """
-        token = _bearer_token(scope) if self._usages or self._admins else None
+        token = _token(scope) if self._usages or self._admins else None
         digest = _digest(token or b"")
         if token is not None and digest in self._admins:
             scope["state"]["is_admin"] = True
         elif self._usages:
             if token is None or digest not in self._usages:
-                message = "this server needs a key: send the header 'Authorization: Bearer KEY' with one that it knows"
+                headers = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+                message = f"this server needs a key: send the header {headers} with one that it knows"
                 raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             scope["state"]["usage"] = usage = self._usages[digest]
             scope["state"]["caller"] = f"key {digest[:_SHOWN].hex()}" if usage is None else usage.owner.name
@@ -65,9 +67,8 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _bearer_token(scope: Scope) -> bytes | None:
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(values) != 1:
-        return None
-    scheme, _, token = values[0].partition(b" ")
-    return bytes(token.strip()) if scheme.lower() == b"bearer" else None
+def _token(scope: Scope) -> bytes | None:
+    values = [value.partition(b" ") for name, value in scope["headers"] if name == b"authorization"]
+    tokens = [token for scheme, _, token in values if scheme.lower() == b"bearer"]
+    tokens = tokens or [value for name, value in scope["headers"] if name == b"x-api-key"]
+    return bytes(tokens[0].strip()) if len(tokens) == 1 else None

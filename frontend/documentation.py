@@ -23,6 +23,9 @@ from starlette.responses import HTMLResponse, Response
 import shmring
 from shmring.engine.supervision import FrontendState
 from shmring.frontend.admin import AbortRequest, AbortResponse, AdminStatus, PauseState
+from shmring.frontend.anthropic.errors import MESSAGES_PATH, MessagesErrorEnvelope
+from shmring.frontend.anthropic.messages_answer import MessagesAnswer, MessagesEvent
+from shmring.frontend.anthropic.messages_request import VERSIONS, CountTokensAnswer, CountTokensRequest, MessagesRequest
 from shmring.frontend.errors import ErrorEnvelope
 from shmring.frontend.health import Health
 from shmring.frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
@@ -56,6 +59,12 @@ _TYPES = (
     ResponsesRequest,
     ResponsesAnswer,
     ResponsesEvent,
+    MessagesRequest,
+    MessagesAnswer,
+    MessagesEvent,
+    CountTokensRequest,
+    CountTokensAnswer,
+    MessagesErrorEnvelope,
     CompletionRequest,
     Completion,
     TokenizeRequest,
@@ -82,8 +91,9 @@ _TYPES = (
 )
 
 _DESCRIPTION = (
-    "OpenAI's API for chats and embeddings, with pictures, recordings and clips. All errors have OpenAI's envelope, those of "
-    "wrong paths (404) and wrong methods (405) included. A status of 429 or 503 comes with Retry-After: the same request may "
+    "OpenAI's API for chats and embeddings, with pictures, recordings and clips, and Anthropic's for messages. All errors have "
+    "OpenAI's envelope, those of wrong paths (404) and wrong methods (405) included; those of `/v1/messages` have Anthropic's. "
+    "A status of 429 or 503 comes with Retry-After: the same request may "
     "succeed a moment later."
 )
 _ERRORS = {
@@ -105,11 +115,22 @@ _STREAM = (
     "With `stream`: events `data: {...}`, each of the type that is named here, and `data: [DONE]` at the end. If it fails on "
     'the way, the last event is `data: {"error": {...}}`, and no `[DONE]` follows.'
 )
+_MESSAGES_STREAM = (
+    "With `stream`: events `event: NAME` and `data: {...}`, each of the type that is named here; `message_stop` is the last. "
+    "If it fails on the way, the last event is `event: error`, and its data are the body of an error."
+)
 _REQUEST_ID = {
     "name": "X-Request-Id",
     "in": "header",
     "description": "The caller's name for the request, sent back: up to 128 visible ASCII characters, or else it is replaced.",
     "schema": {"type": "string"},
+}
+
+_VERSION = {
+    "name": "anthropic-version",
+    "in": "header",
+    "description": "The version of the API; it may be left out.",
+    "schema": {"enum": list(VERSIONS)},
 }
 
 _PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
@@ -171,6 +192,10 @@ def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path
     if any(schemes.values()):
         components["securitySchemes"] = {name: {"type": "http", "scheme": "bearer"} for name, keys in schemes.items() if keys}
     security: dict[str, Any] = {"security": [{"key": []}]} if settings.api_keys else {}
+    of_messages: dict[str, Any] = {}
+    if settings.api_keys:
+        components["securitySchemes"]["x_api_key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+        of_messages = {"security": [{"x_api_key": []}, {"key": []}]}
     return {
         "openapi": "3.1.0",
         "info": {"title": "shmring", "version": shmring.__version__, "description": _DESCRIPTION},
@@ -180,6 +205,8 @@ def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path
         "paths": {
             "/v1/chat/completions": {"post": _chat(model) | security},
             "/v1/responses": {"post": _responses(model) | security},
+            MESSAGES_PATH: {"post": _messages(model) | of_messages},
+            f"{MESSAGES_PATH}/count_tokens": {"post": _token_counts(model) | of_messages},
             "/v1/completions": {"post": _completions(model) | security},
             "/tokenize": {"post": _tokens("Tokenize", {"prompt": "Hello"}, model) | security},
             "/detokenize": {"post": _tokens("Detokenize", {"tokens": [1, 2]}, model) | security},
@@ -209,14 +236,30 @@ def _responses(model: str) -> dict[str, Any]:
     return _operation("Answer a conversation, as items", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
 
 
+def _messages(model: str) -> dict[str, Any]:
+    answer = _text_answer("MessagesAnswer", "MessagesEvent", _MESSAGES_STREAM)
+    return _of_messages("Answer a conversation, as Anthropic does", answer, "MessagesRequest", model, max_tokens=256)
+
+
+def _token_counts(model: str) -> dict[str, Any]:
+    answer = _answer("The number.", {"application/json": _schema("CountTokensAnswer")}, _TAKEN | _TOLD)
+    return _of_messages("Count a conversation's tokens", answer, "CountTokensRequest", model)
+
+
+def _of_messages(summary: str, answer: dict[str, Any], request: str, model: str, **fields: Any) -> dict[str, Any]:
+    body = _body(request, {"model": model, **fields, "messages": [{"role": "user", "content": "What is this?"}]})
+    operation = _operation(summary, "v1", answer, _errors(_BODY_ERRORS, "MessagesErrorEnvelope"), requestBody=body)
+    return operation | {"parameters": [_REQUEST_ID, _VERSION]}
+
+
 def _completions(model: str) -> dict[str, Any]:
     answer = _text_answer("Completion", "Completion")
     body = _body("CompletionRequest", {"model": model, "prompt": "Once upon a time"})
     return _operation("Go on from a prompt", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
 
 
-def _text_answer(whole: str, event: str) -> dict[str, Any]:
-    content = {"application/json": _schema(whole), "text/event-stream": _stream(event)}
+def _text_answer(whole: str, event: str, stream: str = _STREAM) -> dict[str, Any]:
+    content = {"application/json": _schema(whole), "text/event-stream": _stream(event, stream)}
     taken = {name: header | {"required": False} for name, header in _TAKEN.items()}  # of answers that come whole
     return _answer("The answer.", content, taken | _TOLD)
 
@@ -319,10 +362,10 @@ def _schema(name: str) -> dict[str, Any]:
     return {"schema": {"$ref": f"#/components/schemas/{name}"}}
 
 
-def _stream(event: str) -> dict[str, Any]:
+def _stream(event: str, description: str) -> dict[str, Any]:
     # Only OpenAPI 3.2 can describe events (itemSchema), and tools do not know it yet.
     return {
-        "schema": {"type": "string", "description": _STREAM},
+        "schema": {"type": "string", "description": description},
         "x-itemSchema": {"$ref": f"#/components/schemas/{event}"},
     }
 
@@ -356,6 +399,6 @@ def _answer(description: str, content: dict[str, Any] | None = None, headers: di
     return answer if content is None else answer | {"content": content}
 
 
-def _errors(statuses: Iterable[int]) -> dict[str, Any]:
-    content = {"application/json": _schema("ErrorEnvelope")}
+def _errors(statuses: Iterable[int], envelope: str = "ErrorEnvelope") -> dict[str, Any]:
+    content = {"application/json": _schema(envelope)}
     return {str(status): _answer(_ERRORS[status], content, _HEADERS_OF_STATUS.get(status)) for status in statuses}

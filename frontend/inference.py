@@ -13,7 +13,7 @@ import dataclasses
 import operator
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 import torch
@@ -29,6 +29,7 @@ from shmring.engine.protocol import (
     GenerateRequest,
     Medium,
     ModelDescription,
+    SamplingParams,
     Text,
     tensor_of,
 )
@@ -40,7 +41,7 @@ from shmring.frontend.intake import MediaIntake
 from shmring.frontend.key_usage import running_usage
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.metrics import AnswerStatistics
-from shmring.frontend.openai.chat import CHAT_FORM, ChatRequest
+from shmring.frontend.openai.chat import CHAT_FORM, ChatRequest, engine_request
 from shmring.frontend.openai.embeddings import (
     EmbeddingRequest,
     check_dimensions,
@@ -49,7 +50,6 @@ from shmring.frontend.openai.embeddings import (
     take_inputs,
 )
 from shmring.frontend.openai.generation import AnswerForm, GenerationRequest, Usage
-from shmring.frontend.openai.responses_answer import ResponsesEvent, ResponsesWriter
 from shmring.frontend.openai.scoring import RerankRequest, ScoreRequest, encode_reranked, score_response, take_pairs
 from shmring.frontend.openai.tokens import (
     DetokenizeRequest,
@@ -64,7 +64,7 @@ from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
 from shmring.frontend.sse import DONE, event
 
-__all__ = ["Answer", "Facts", "Inference", "events_of", "written"]
+__all__ = ["Answer", "AnswerWriter", "Facts", "Inference", "WrittenEvent", "events_of", "written"]
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
 
@@ -176,6 +176,31 @@ class Answer:
         usage.count_tokens(sum(of_prompts.values()), generated_tokens)
 
 
+class WrittenEvent(Protocol):
+    """An event of a stream that names its type."""
+
+    @property
+    def type(self) -> str:
+        """What it is called."""
+
+
+class AnswerWriter(Protocol):
+    """Writes what a chat answers in another form, as events. Each shows what there is now: encode it before the next one."""
+
+    @property
+    def answer(self) -> msgspec.Struct:
+        """The whole answer, so far."""
+
+    def begin(self, first: GenerateReply) -> Iterator[WrittenEvent]:
+        """Yields the first events, before those of the first piece."""
+
+    def add(self, piece: GenerateReply) -> Iterator[WrittenEvent]:
+        """Yields the events of a piece."""
+
+    def finish(self, last: GenerateReply, reason: FinishReason) -> Iterator[WrittenEvent]:
+        """Yields the last events, behind those of the last piece."""
+
+
 class Inference:
     """Answers requests.
 
@@ -220,7 +245,7 @@ class Inference:
         whole = form.whole(new_id(f"{form.prefix}-"), int(time.time()), request.model, choices, _usage(parts, answer.prompts))
         return whole, answer.facts
 
-    async def respond(self, chat: ChatRequest, writer: ResponsesWriter, admitted: Admitted, request_id: str) -> Facts:
+    async def respond(self, chat: ChatRequest, writer: AnswerWriter, admitted: Admitted, request_id: str) -> Facts:
         """Answers a chat whole, as the writer writes it."""
         answer = await self.begin(CHAT_FORM, chat, admitted, request_id, stream=False)
         async with contextlib.aclosing(answer):
@@ -290,6 +315,19 @@ class Inference:
             _check_abilities(generate_request, description)
             output = await self._ask_for_tokens(generate_request, admitted, request_id)
         return TokenizeResponse(output.token_ids, len(output.token_ids), description.max_model_len)
+
+    async def count_tokens(self, chat: ChatRequest, admitted: Admitted, request_id: str) -> tuple[int, Facts]:
+        """Returns how many tokens a conversation has, its media included."""
+        description = await self._description(chat.model, "tokenize", admitted)
+        generate_request, sources = engine_request(chat)
+        _check_abilities(generate_request, description, chat)
+        generate_request.tokenize = True
+        generate_request.tool_choice, generate_request.strict_tools = "auto", []  # they are for an answer
+        generate_request.sampling = SamplingParams()
+        async with self._media(sources, description, admitted, "messages") as (media, facts):
+            generate_request.media = media  # not a copy: it is emptied when the block is left
+            output = await self._ask_for_tokens(generate_request, admitted, request_id)
+        return len(output.token_ids), facts
 
     async def detokenize(self, request: DetokenizeRequest, admitted: Admitted, request_id: str) -> DetokenizeResponse:
         """Returns the text of tokens."""
@@ -422,15 +460,17 @@ class Inference:
         return torch.cat(parts), prompt_tokens
 
 
-async def written(answer: Answer, writer: ResponsesWriter) -> AsyncGenerator[ResponsesEvent, None]:
+async def written(answer: Answer, writer: AnswerWriter) -> AsyncGenerator[WrittenEvent, None]:
     """Yields the events of an answer as it comes. Each shows what there is now: encode it at once."""
-    for begun in writer.begin():
-        yield begun
+    last: GenerateReply | None = None
     async for piece in answer:
+        if last is None:
+            for begun in writer.begin(piece):
+                yield begun
         last = piece
-        for added in writer.add(last):
+        for added in writer.add(piece):
             yield added
-    if last.finish_reason is None:
+    if last is None or last.finish_reason is None:
         raise _unfinished()
     for finished in writer.finish(last, last.finish_reason):
         yield finished

@@ -22,7 +22,7 @@ from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import unavailable
 from shmring.frontend.metrics import HttpStatistics
 from shmring.frontend.responses import error_response, random_digits
-from shmring.frontend.sse import CONTENT_TYPE, event
+from shmring.frontend.sse import CONTENT_TYPE, event_of_error
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -101,13 +101,13 @@ class Observation:
             # Only the server cancels a request, when it shuts down and the time for running requests is over.
             if status == _HUNG_UP:
                 note_failure(scope, _SHUTTING_DOWN.code)
-                answer = error_response(_SHUTTING_DOWN)
+                answer = error_response(_SHUTTING_DOWN, scope)
                 answer.raw_headers += self._headers_for(scope["headers"])
                 await answer(scope, receive, observed_send)
             elif streaming:
                 self._http.broken_streams[_SHUTTING_DOWN.code,] += 1
                 note_failure(scope, _SHUTTING_DOWN.code)
-                last = event(_SHUTTING_DOWN.envelope())
+                last = event_of_error(_SHUTTING_DOWN, scope)
                 await observed_send({"type": "http.response.body", "body": last, "more_body": False})
             else:
                 complete = True  # an error of the caller

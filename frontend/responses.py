@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from shmring.frontend.anthropic.errors import error_content
 from shmring.frontend.errors import ApiError
 
 __all__ = ["JsonPieces", "JsonResponse", "error_response", "new_id", "random_digits"]
@@ -65,9 +66,9 @@ class JsonPieces(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def error_response(error: ApiError) -> Response:
-    """Returns the response of an error."""
-    return JsonResponse(error.envelope(), error.status, error.headers)
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """Returns the response of an error to a request."""
+    return JsonResponse(error_content(error, scope), error.status, error.headers)
 
 
 def new_id(prefix: str) -> str:

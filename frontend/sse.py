@@ -3,7 +3,7 @@
 The head is sent with the first event. So a failure before the first event is an ordinary answer with an error's status. A
 later failure is a last event with the envelope of errors, ``data: {"error": {...}}``, without a ``[DONE]`` after it, because
 the stream did not end normally. The official ``openai`` client raises ``APIError`` for it. Events of ``/v1/responses`` have
-names, no ``[DONE]`` follows them, and the event of a failure is called ``error``.
+names, no ``[DONE]`` follows them, and the event of a failure is called ``error``. So it is with events of ``/v1/messages``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shmring.frontend.errors import ApiError, ErrorEnvelope
+from shmring.frontend.anthropic.errors import MessagesErrorEnvelope, error_content
+from shmring.frontend.errors import ApiError
 
-__all__ = ["CONTENT_TYPE", "DONE", "EventStream", "event"]
+__all__ = ["CONTENT_TYPE", "DONE", "EventStream", "event", "event_of_error"]
 
 #: Of streams.
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
@@ -38,6 +39,12 @@ def event(content: object, name: str = "") -> bytes:
     return head.encode() + msgspec.json.encode(content) + b"\n\n"
 
 
+def event_of_error(error: ApiError, scope: Scope) -> bytes:
+    """Returns the last event of an answer that fails, in the form that the caller of a request expects."""
+    content = error_content(error, scope)
+    return event(content, "error" if isinstance(content, MessagesErrorEnvelope) else "")
+
+
 class EventStream(Response):
     """An answer that is sent as it is made.
 
@@ -49,7 +56,7 @@ class EventStream(Response):
         deadline: when the last of them must have been sent, as a time of the loop's clock.
         report: turns a failure of the events into the error that the caller gets.
         headers: further ones.
-        failed: makes the last event, of an error that occurs on the way.
+        failed: makes the last event, of an error that occurs on the way; None: :func:`event_of_error` does.
     """
 
     def __init__(
@@ -59,7 +66,7 @@ class EventStream(Response):
         deadline: float,
         report: Callable[[Exception], ApiError],
         headers: Mapping[str, str],
-        failed: Callable[[ErrorEnvelope], bytes] = event,
+        failed: Callable[[ApiError], bytes] | None = None,
     ) -> None:
         super().__init__(headers={**_HEADERS, **headers})
         del self.headers["content-length"]
@@ -81,15 +88,18 @@ class EventStream(Response):
                 await self._close()
             await _send_body(send, b"", more_body=False)
         except Exception as error:  # noqa: BLE001 - its owner is the caller, who is told in the only way that is left
-            await self._break_off(self._report(error), send)
+            api_error = self._report(error)
+            last = event_of_error(api_error, scope) if self._failed is None else self._failed(api_error)
+            await _break_off(last, send)
 
-    async def _break_off(self, error: ApiError, send: Send) -> None:
-        """A caller that reads nothing can't be told; the server then closes its connection."""
-        try:
-            async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S):
-                await _send_body(send, self._failed(error.envelope()), more_body=False)
-        except TimeoutError:
-            return
+
+async def _break_off(last: bytes, send: Send) -> None:
+    """A caller that reads nothing can't be told; the server then closes its connection."""
+    try:
+        async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S):
+            await _send_body(send, last, more_body=False)
+    except TimeoutError:
+        return
 
 
 async def _send_body(send: Send, body: bytes, *, more_body: bool) -> None:

@@ -24,6 +24,9 @@ class StopTexts:
     Args:
         stops: the texts.
 
+    Attributes:
+        found: the stop text that has ended the answer; None: none has.
+
     Raises:
         ValueError: one of them is empty or too long, or there are too many.
     """
@@ -35,6 +38,7 @@ class StopTexts:
             if not 1 <= len(stop) <= _MAX_STOP_CHARACTERS:
                 raise ValueError(f"a stop text has 1 to {_MAX_STOP_CHARACTERS} characters, got one of {len(stop)}")
         self._stops = tuple(stops)
+        self.found: str | None = None
         self._held = ""
         self._begun = [0] * len(stops)  # how many of the last characters are the beginning of each
 
@@ -50,11 +54,11 @@ class StopTexts:
         for number, stop in enumerate(self._stops):
             looked = before - self._begun[number]
             if (start := text.find(stop, looked)) >= 0:
-                matches.append((start + len(stop), start))
+                matches.append((start + len(stop), start, stop))
             self._begun[number] = len(text) - _find_beginning(text, stop, max(looked, len(text) - len(stop) + 1))
         if matches:
             self._held = ""
-            _, start = min(matches)  # the first that is complete, however the text is cut into pieces
+            _, start, self.found = min(matches)  # the first that is complete, however the text is cut into pieces
             return text[:start], True
         given = len(text) - max(self._begun, default=0)
         self._held = text[given:]

@@ -170,7 +170,8 @@ class SyntheticExecutor:
         if finished:
             text += answer.stops.flush()
             reason = "stop" if stopped else "length"
-        return StepOutput(GenerateReply(text, [answer.sent], answer.prompt_tokens, answer.sent, reason), finished=finished)
+        reply = GenerateReply(text, [answer.sent], answer.prompt_tokens, answer.sent, reason, stop_text=answer.stops.found)
+        return StepOutput(reply, finished=finished)
 
     def _embed(self, request: EncodeRequest) -> EncodeReply:
         """Random directions: the same for the same input, and without any other meaning."""

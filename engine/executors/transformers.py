@@ -276,6 +276,7 @@ class _Answer:
             parts.reasoning,
             self.index,
             self._unsent_logprobs,
+            self._stops.found,
         )
         self._unsent, self._unsent_logprobs = [], []
         return reply

@@ -461,6 +461,7 @@ def _reply(request: _Request, answer: _Answer, piece: Any, contents: TokenBytes)
             _token_logprobs(contents, token, likely, answer.logprobs)
             for token, likely in zip(piece.token_ids, piece.logprobs or [], strict=False)
         ],
+        piece.stop_reason if isinstance(piece.stop_reason, str) else None,  # a number is a token
     )
 
 

@@ -19,6 +19,8 @@ __all__ = [
     "MAX_MESSAGES",
     "MAX_PARTS",
     "ContentPart",
+    "ImagePart",
+    "PictureFile",
     "Priority",
     "TextPart",
     "check_length",
@@ -72,6 +74,13 @@ class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
     image_url: _Place
 
 
+class PictureFile(ImagePart, kw_only=True):
+    """A picture whose file is in the request, in base64: what requests of another vendor become. OpenAI's have none."""
+
+    image_url: _Place = ""
+    data: str
+
+
 class InputAudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
     """A recording in a message."""
 
@@ -104,6 +113,8 @@ def source_of(part: ImagePart | InputAudioPart | AudioPart | VideoPart, param: s
         param: where in the request it stands.
     """
     match part:
+        case PictureFile():
+            return MediaSource("image", f"{param}.image_url", base64=part.data)
         case ImagePart():
             return MediaSource("image", f"{param}.image_url", url=_url_of(part.image_url))
         case InputAudioPart():

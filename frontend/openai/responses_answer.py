@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from shmring.engine.protocol import FinishReason, GenerateReply
 from shmring.engine.protocol import ToolCall as EngineToolCall
-from shmring.frontend.errors import ErrorBody
+from shmring.frontend.errors import ApiError, ErrorBody
 from shmring.frontend.openai.responses_request import FunctionTool, Reasoning, ResponsesRequest, TextConfig, ToolChoice
 from shmring.frontend.responses import new_id
 
@@ -183,7 +183,7 @@ class ResponsesWriter:
         self._texts: list[str] = []  # of that item
         self._reasoning_tokens = 0
 
-    def begin(self) -> Iterator[ResponsesEvent]:
+    def begin(self, _: GenerateReply) -> Iterator[ResponsesEvent]:
         """Yields the first events."""
         yield self._event("response.created", response=self.answer)
         yield self._event("response.in_progress", response=self.answer)
@@ -212,9 +212,10 @@ class ResponsesWriter:
         answer.usage = ResponsesUsage(*tokens, InputTokensDetails(), OutputTokensDetails(self._reasoning_tokens))
         yield self._event(f"response.{answer.status}", response=answer)
 
-    def fail(self, error: ErrorBody) -> ResponsesEvent:
+    def fail(self, error: ApiError) -> ResponsesEvent:
         """Returns the last event of an answer that fails. Clients look for the error in it, or for its parts."""
-        return self._event("error", error=error, message=error.message, code=error.code, param=error.param)
+        body = error.envelope().error
+        return self._event("error", error=body, message=body.message, code=body.code, param=body.param)
 
     def _grow(self, kind: type[OutputMessage | ReasoningItem], text: str) -> Iterator[ResponsesEvent]:
         item = self._open

@@ -146,7 +146,7 @@ async def test_a_reply_that_never_fits_fails_the_request(ask: Any) -> None:
 
 
 def piece(number: int, reason: Any = None) -> GenerateReply:
-    return GenerateReply(f"{number} ", [number], 7, number, reason)
+    return GenerateReply(f"{number} ", [number], 7, number, reason, stop_text="END" if reason == "stop" else None)
 
 
 @pytest.mark.parametrize("finished_while_sending", [True, False])
@@ -234,6 +234,7 @@ async def test_of_an_answer_that_is_not_streamed_the_first_piece_comes_at_once_a
     await exchange.task
     _, rest = exchange.replies
     assert (rest.text, rest.token_ids, rest.completion_tokens, rest.finish_reason) == ("2 3 4 5 ", [2, 3, 4, 5], 5, "stop")
+    assert rest.stop_text == "END"
     assert lists == [[1], [2], [3], [4], [5]], "they may be the executor's"
 
 

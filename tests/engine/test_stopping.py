@@ -16,16 +16,17 @@ TEXTS = st.text("ab\n", max_size=30)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=3)
 
 
-def read(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:
-    """Returns what was let go after each piece, and whether a stop text was found."""
+def read(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
+    """Returns what was let go after each piece, and the stop text that was found."""
     texts, let_go = StopTexts(stops), []
     for piece in pieces:
         text, stopped = texts.push(piece)
         let_go.append(text)
+        assert stopped == (texts.found is not None)
         if stopped:
-            return let_go, True
+            return let_go, texts.found
     let_go.append(texts.flush())
-    return let_go, False
+    return let_go, None
 
 
 def end_of(text: str, stops: list[str]) -> int | None:
@@ -41,34 +42,35 @@ def end_of(text: str, stops: list[str]) -> int | None:
 def test_pieces_make_no_difference(text: str, stops: list[str], cuts: list[int]) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
-    let_go, stopped = read(stops, pieces)
+    let_go, found = read(stops, pieces)
     end = end_of(text, stops)
-    assert stopped == (end is not None)
+    assert (found is not None) == (end is not None)
     assert "".join(let_go) == text[:end]
+    assert found is None or (found in stops and text[end:].startswith(found))
 
 
 @given(TEXTS, STOPS)
 def test_nothing_is_held_back_that_can_no_longer_be_a_stop(text: str, stops: list[str]) -> None:
-    let_go, stopped = read(stops, list(text))
-    if not stopped:
+    let_go, found = read(stops, list(text))
+    if found is None:
         held = let_go[-1]
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
 def test_without_stop_texts_everything_goes_at_once() -> None:
-    assert read([], ["a", "b"]) == (["a", "b", ""], False)
+    assert read([], ["a", "b"]) == (["a", "b", ""], None)
 
 
 def test_a_stop_over_several_pieces_is_held_back_until_it_is_found() -> None:
-    assert read(["###END"], ["Hi #", "##E", "ND more"]) == (["Hi ", "", ""], True)
+    assert read(["###END"], ["Hi #", "##E", "ND more"]) == (["Hi ", "", ""], "###END")
 
 
 def test_what_turns_out_not_to_be_a_stop_is_let_go() -> None:
-    assert read(["###END"], ["Hi #", "##E", "nd"]) == (["Hi ", "", "###End", ""], False)
+    assert read(["###END"], ["Hi #", "##E", "nd"]) == (["Hi ", "", "###End", ""], None)
 
 
 def test_a_beginning_at_the_end_of_the_answer_is_let_go() -> None:
-    assert read(["END"], ["the EN"]) == (["the ", "EN"], False)
+    assert read(["END"], ["the EN"]) == (["the ", "EN"], None)
 
 
 @for_each("stops", [[""], ["ok", ""], ["x" * 1025], ["a"] * 17], ids=["empty", "one-empty", "long", "many"])

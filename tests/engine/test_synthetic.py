@@ -72,7 +72,7 @@ def test_an_answer_has_a_set_length_unless_it_is_asked_for_another() -> None:
 def test_an_answer_ends_at_a_stop_text(stop: list[str], text: str | None, reason: str) -> None:
     replies = answer(executor(), GenerateRequest([], [], SamplingParams(max_tokens=5, stop=stop)))
     assert "".join(reply.text for reply in replies) == (text or "[synthetic] token2 token3 token4 token5")
-    assert replies[-1].finish_reason == reason
+    assert (replies[-1].finish_reason, replies[-1].stop_text) == (reason, stop[0] if reason == "stop" else None)
 
 
 @for_each("max_tokens", [0, -1])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -501,9 +502,20 @@ def test_a_stop_text_over_several_tokens_ends_the_answer_before_it(executor: Tra
     assert len(stop) > max(len(whole[-3].text[-2:]), len(whole[-2].text[:2]))
     replies = answer(executor, ask("Tell me", stop=["never said", stop], **parameters))
     assert text_of(replies) == text[: text.index(stop)]
-    assert replies[-1].finish_reason == "stop"
+    assert (replies[-1].finish_reason, replies[-1].stop_text) == ("stop", stop)
     assert tokens_of(replies) == tokens_of(whole)[: replies[-1].completion_tokens]
     assert replies[-1].completion_tokens < 60
+
+
+def test_tokens_of_a_conversation_are_those_of_its_prompt_with_its_pictures(executor: TransformersExecutor) -> None:
+    request = ask(noise(30, 40, 1), "and", noise(40, 30, 2), max_tokens=1)
+    [tokens] = answer(executor, msgspec.structs.replace(request, tokenize=True))
+    [*_, last] = answer(executor, request)
+    assert (
+        len(tokens.token_ids)
+        == last.prompt_tokens
+        > len(answer(executor, msgspec.structs.replace(ask("and"), tokenize=True))[0].token_ids)
+    )
 
 
 def test_the_beginning_of_a_stop_text_that_does_not_come_is_sent(executor: TransformersExecutor) -> None:

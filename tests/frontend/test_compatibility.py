@@ -51,7 +51,7 @@ class Server:
             await claim.reply(EncodeReply(torch.eye(4)[: len(request.inputs)]))
         else:
             for index in range(request.sampling.n):
-                await claim.reply(GenerateReply("yes", [1], 1, 1, "stop", index=index))
+                await claim.reply(GenerateReply("yes", [1], 1, 1, "stop", index=index, reasoning="Hm"))
 
     async def post(self, route: str, body: Mapping[str, Any]) -> tuple[httpx.Response, Any]:
         """Sends a request; returns its answer, and what can tell it from that of another request."""
