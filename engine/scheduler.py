@@ -350,11 +350,12 @@ class Scheduler(Generic[_Request]):
 
     def _choose(self) -> tuple[int, str] | None:
         """Returns the priority and the owner of who is next; None: there is no room for any of them."""
-        most = self._most_open()
-        others = sorted(self._lines)[1:]
+        if not self._lines:
+            return None
+        most, (first, *others) = self._most_open(), sorted(self._lines)
         if others and self._admissions % _LESS_URGENT == _LESS_URGENT - 1 and (found := self._least_of(others, most)):
             return found
-        return next((found for priority in sorted(self._lines) if (found := self._least_of([priority], most))), None)
+        return next((found for priority in (first, *others) if (found := self._least_of([priority], most))), None)
 
     def _most_open(self) -> float:
         """Returns how many answers an owner may have open, to have another one."""

@@ -48,12 +48,13 @@ class Preparing(Generic[_Prepared]):
 
     def __init__(self) -> None:
         self.threads = {name: SharedThreads(1, f"shmring-{name}") for name in (MEDIA, TEXTS)}
-        self._jobs: dict[int, _Job[_Prepared]] = {}  # by request
+        self._jobs: dict[int, _Job[_Prepared]] = {}  # of threads, by request
+        self._ready: dict[int, _Prepared] = {}  # what was prepared within a step, until it is taken
         self._seconds: dict[int, float] = {}  # that requests have not paid for
         self._characters = 0  # of texts that this step has made into tokens
 
     def __contains__(self, request_id: int) -> bool:
-        return request_id in self._jobs
+        return request_id in self._jobs or request_id in self._ready
 
     def begin_step(self) -> None:
         """A step may make texts into tokens again."""
@@ -74,20 +75,25 @@ class Preparing(Generic[_Prepared]):
             characters: of its texts.
             thread: one of the two; None: it is prepared at once.
             owner: of the request.
+
+        Raises:
+            Exception: the work, done at once, has raised it.
         """
-        job = self._jobs[request_id] = _Job(work)
-        if thread is not None:
-            self.threads[thread].submit(owner, job.run_beside)
+        if thread is None:
+            self._characters += characters
+            self._ready[request_id] = work()
             return
-        self._characters += characters
-        job.run()
+        job = self._jobs[request_id] = _Job(work)
+        self.threads[thread].submit(owner, job.run)
 
     def take(self, request_id: int) -> _Prepared | None:
         """Returns what was prepared for a request; None if nothing is ready.
 
         Raises:
-            Exception: the work has raised it.
+            Exception: the work, done by a thread, has raised it.
         """
+        if (prepared := self._ready.pop(request_id, None)) is not None:
+            return prepared
         if request_id not in self._jobs or not self._jobs[request_id].future.done():
             return None
         job = self._jobs.pop(request_id)
@@ -107,20 +113,21 @@ class Preparing(Generic[_Prepared]):
         """A request has ended."""
         if (job := self._jobs.pop(request_id, None)) is not None:
             job.cancel()
+        self._ready.pop(request_id, None)
         self._seconds.pop(request_id, None)
 
     def close(self) -> None:
         """All requests have ended. The threads go with this object."""
-        for request_id in list(self._jobs):
+        for request_id in [*self._jobs, *self._ready]:
             self.forget(request_id)
 
 
 class _Job(Generic[_Prepared]):
-    """A piece of work.
+    """A piece of work of a thread.
 
     Attributes:
         future: what comes of it.
-        seconds: of a processor that it took on a thread beside steps.
+        seconds: of a processor that it took.
     """
 
     def __init__(self, work: Callable[[], _Prepared]) -> None:
@@ -128,19 +135,15 @@ class _Job(Generic[_Prepared]):
         self._work = [work]  # until it has begun, or is cancelled
         self.seconds = 0.0
 
-    def run(self, clock: Callable[[], float] = lambda: 0.0) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
-        began_s = clock()
-        try:
-            prepared = self._work.pop()()
-            self.seconds = clock() - began_s
-            self.future.set_result(prepared)
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is taken
-            self.future.set_exception(error)
-
-    def run_beside(self) -> tuple[None, float]:
-        self.run(time.thread_time)
+    def run(self) -> tuple[None, float]:
+        if self.future.set_running_or_notify_cancel():
+            began_s = time.thread_time()
+            try:
+                prepared = self._work.pop()()
+                self.seconds = time.thread_time() - began_s
+                self.future.set_result(prepared)
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is taken
+                self.future.set_exception(error)
         return None, 0.0  # used elsewhere
 
     def cancel(self) -> None:

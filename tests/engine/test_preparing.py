@@ -62,13 +62,15 @@ def test_a_step_makes_so_much_text_into_tokens(monkeypatch: pytest.MonkeyPatch) 
     assert prepared.has_room(100)
 
 
-@pytest.mark.parametrize("thread", [None, MEDIA])
-def test_an_error_is_raised_where_the_result_is_taken(thread: str | None) -> None:
+def test_an_error_is_raised_where_the_result_is_taken_or_where_the_work_is_done() -> None:
     def fail() -> int:
         raise ValueError("it is bad")
 
     prepared = Preparing[int]()
-    prepared.begin(1, fail, 0, thread)
+    with pytest.raises(ValueError, match="it is bad"):
+        prepared.begin(1, fail, 0, None)
+    assert 1 not in prepared
+    prepared.begin(1, fail, 0, MEDIA)
     while not prepared._jobs[1].future.done():
         prepared.wait([1])
     with pytest.raises(ValueError, match="it is bad"):

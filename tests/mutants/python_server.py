@@ -57,8 +57,8 @@ FAULTS = (
         ),
         (
             "who has the highest number is sooner",
-            "for priority in sorted(self._lines) if (found",
-            "for priority in sorted(self._lines, reverse=True) if (found",
+            "self._most_open(), sorted(self._lines)",
+            "self._most_open(), sorted(self._lines, reverse=True)",
             "tests/engine/test_scheduler.py::test_more_urgent_requests_go_first_whoever_sent_them",
         ),
         (
@@ -165,9 +165,28 @@ FAULTS = (
         ),
         (
             "of answers that are read alone, the same two have all turns",
-            "            answer.lone_turn = next(self._lone_turns)\n",
-            "            pass\n",
+            "            answer.turn = next(self._turns)\n        return chosen\n",
+            "            pass\n        return chosen\n",
             "tests/engine/test_transformers.py::test_of_answers_that_are_read_alone_two_are_in_a_step_the_first_and_the_others_in_turn",
+        ),
+        (
+            "one owner's dear answers are all in a step that others are in",
+            "            if left[answer.owner] > 0:\n",
+            "            if True:\n",
+            "tests/engine/test_transformers.py::test_choosing_the_tokens_of_one_owner_takes_so_much_of_a_step_that_others_are_in",
+        ),
+        (
+            "the same dear answers have all turns",
+            "                answer.turn = next(self._turns)\n                chosen.add(answer)\n",
+            "                chosen.add(answer)\n",
+            "tests/engine/test_transformers.py::test_choosing_the_tokens_of_one_owner_takes_so_much_of_a_step_that_others_are_in",
+        ),
+        (
+            "a short prompt waits for the idle share of a long one",
+            "                left = min(left, _PIECE_TOKENS)\n",
+            "                pass\n",
+            "tests/engine/test_transformers.py::"
+            "test_while_no_answer_is_written_short_prompts_are_read_whole_and_long_ones_do_not_hold_them_up",
         ),
     ),
     *faults_in(
