@@ -24,8 +24,9 @@
 #   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris; then the compiled core under
 #                 the compiler's sanitizers, a minute for each parser; 25 minutes in all
 #   make wheel    a wheel for any Linux (manylinux) and an sdist, into dist/; ARCH=aarch64 compiles for another processor
+#   make docs     the site: the pages of docs/ and a reference made from docstrings, with search, in site/
 #   make format   rewrites the sources in the project's style
-#   make clean    removes .venv, .venv-vllm, .venv-sglang, .venv-ray, .venv-clients and what the tools cached
+#   make clean    removes .venv, .venv-vllm, .venv-sglang, .venv-ray, .venv-clients, .venv-docs and what the tools cached
 
 PYTHON ?= python3
 VENV := .venv
@@ -42,7 +43,7 @@ COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shm
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-gpu gpu-hour test-vllm test-sglang test-ray test-clients demo-vllm lint types unit chaos night soak simulate bench-quick verify sanitize guards mutants \
-	fuzz wheel format clean install
+	fuzz wheel docs format clean install
 
 demo: $(INSTALLED)
 	$(BIN)/shmring demo
@@ -193,6 +194,21 @@ CROSS = CC=$(ARCH)-linux-gnu-gcc _PYTHON_HOST_PLATFORM=linux-$(ARCH) \
 	SETUPTOOLS_EXT_SUFFIX=$(subst $(shell uname -m),$(ARCH),$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'))
 endif
 
+# What makes the site reads the sources and runs nothing of them, so it needs neither torch nor a compiler. The core's docstrings are in its
+# stub. (An older pip knows no groups. With --quiet, mkdocs would not count warnings.)
+DOCS := .venv-docs
+
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/python core_interface.py
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=docs $(DOCS)/bin/mkdocs build --strict
+	@echo 'The site is in site/. To look at it: $(PYTHON) -m http.server --directory site'
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --group docs
+	@touch $@
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -223,5 +239,5 @@ $(INSTALLED): pyproject.toml constraints.txt setup.py $(COMPILED)
 	@echo '  installed'
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(RAY) $(CLIENTS) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(RAY) $(CLIENTS) $(DOCS) site .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

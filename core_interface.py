@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent, indent
 
 CORE = Path("shmring/core")
 MAIN = CORE / "compiled.pyx"
@@ -150,6 +151,13 @@ def function(line: Line) -> str:
     return f"{asynchronous}def {shown}({', '.join(named)}) -> {python_type(result or c_type or 'object')}: ..."
 
 
+def documented(shown: str, body: list[Line]) -> str:
+    """Returns what a stub has of a function or class, with its docstring: for editors, and for the reference of the site."""
+    if not body or not body[0].code.startswith('"""'):
+        return shown
+    return f"{shown.removesuffix(' ...')}\n{indent(dedent(body[0].raw), '    ')}"
+
+
 def attributes(line: Line) -> Iterator[tuple[str, str]]:
     """Yields the names of attributes that are declared in a line, each with how a stub has it."""
     found = re.fullmatch(r"cdef (public|readonly) (\w+) (.*)", line.code)
@@ -162,7 +170,7 @@ def attributes(line: Line) -> Iterator[tuple[str, str]]:
 def class_stub(line: Line, body: list[Line]) -> Iterator[str]:
     """Yields a class, line by line."""
     members: dict[str, str] = {}
-    for decorators, member, _ in blocks_of(body, 4):
+    for decorators, member, inside in blocks_of(body, 4):
         if member.code.startswith(("cdef public ", "cdef readonly ")):
             members |= attributes(member)
         elif member.code.startswith(("cpdef ", "def ", "async def ")):
@@ -170,14 +178,17 @@ def class_stub(line: Line, body: list[Line]) -> Iterator[str]:
             if name == "__getbuffer__":
                 members[name] = "def __buffer__(self, flags: int, /) -> memoryview: ..."
             elif f"@{name}.setter" in decorators:
-                members[name] = f"{name}: {members[name].rpartition(' -> ')[2].removesuffix(': ...')}"
+                members[name] = f"{name}: {re.search(r' -> (.*?):', members[name])[1]}"  # type: ignore[index]
             elif name not in _NOT_FOR_PYTHON:
                 shown = [one for one in decorators if one in ("@property", "@staticmethod")]
-                members[name] = "\n".join([*shown, function(member)])
+                members[name] = "\n".join(
+                    [*shown, function(member) if name[0] == "_" else documented(function(member), inside)]
+                )
     name, base = re.match(r"cdef class (\w+)(?:\((\w+)\))?:", line.code).groups()  # type: ignore[union-attr]
     bases = line.type or base
-    yield f"\nclass {name}{f'({bases})' if bases else ''}:{'' if members else ' ...'}"
-    yield from (f"    {shown}" for text in members.values() for shown in text.splitlines())
+    head = documented(f"class {name}({bases}): ..." if bases else f"class {name}: ...", body)
+    yield "\n" + head.removesuffix(" ..." * bool(members))
+    yield from (f"    {shown}".rstrip() for text in members.values() for shown in text.splitlines())
 
 
 def stub() -> str:
@@ -196,13 +207,13 @@ def stub() -> str:
             elif code.startswith("cdef class ") and not code.startswith("cdef class _"):
                 out += class_stub(line, body)
             elif code.startswith("def ") and not code.startswith("def _"):
-                out.append(f"\n{function(line)}")
+                out.append(f"\n{documented(function(line), body)}")
             elif code == "cpdef enum:":
                 out += [f"{member.code.partition(' ')[0]}: int" for member in body]
             elif found := re.match(r"([a-zA-Z]\w*: [^=]+?) = ", code):
                 out.append(found[1])
     text = "\n".join([*beside, "", *out])
-    used = set(re.findall(r"(?<![.\w])[A-Za-z_]\w*", text))
+    used = set(re.findall(r"(?<![.\w])[A-Za-z_]\w*", re.sub(r'""".*?"""', "", text, flags=re.DOTALL)))
     needed: dict[str, str] = {}
     for name in sorted(used & set(imports)):
         begins = f"from {imports[name]} import " if imports[name] else f"import {name}"

@@ -63,7 +63,7 @@ QUICK = "-O1 -fwrapv"  # for builds that are looked at, and whose speed nobody m
 def copy_sources(directory: Path) -> Path:
     """Copies the checkout, but for what was made in it."""
     made = shutil.ignore_patterns(
-        ".git", ".*_cache", ".hypothesis", ".venv", "build", "dist", "*.egg-info", "*.so", "__pycache__", "shared"
+        ".git", ".*_cache", ".hypothesis", ".venv*", "build", "dist", "site", "*.egg-info", "*.so", "__pycache__", "shared"
     )
     return Path(shutil.copytree(ROOT, directory / "sources", symlinks=True, ignore=made))
 
