@@ -50,7 +50,10 @@ ROUTES = {
     "GET /v1/models": "also one model: `GET /v1/models/NAME`",
     "GET /version": "",
     "POST /v1/chat/completions": "",
-    "POST /v1/responses": "stateless: send the whole conversation; `n` and `max_tokens` are of chats",
+    "POST /v1/responses": "`n` and `max_tokens` are of chats",
+    "GET /v1/responses/{response_id}": "whole; for `--response-lifetime`, within `--response-store-nbytes`, and for its caller "
+    "alone. `DELETE` forgets it",
+    "POST /v1/responses/{response_id}/cancel": "refused, as nothing goes on in the background",
     "POST /v1/messages": "as Anthropic's API: a picture is a block `image`; the server runs no tools of its own",
     "POST /v1/messages/count_tokens": "with `--executor transformers` or `vllm`; pictures count as well",
     "POST /v1/completions": "",
@@ -76,8 +79,6 @@ ROUTES = {
 
 #: Routes of vLLM that are not here, with what does the same.
 MISSING_ROUTES = {
-    "GET /v1/responses/{response_id}": "responses are not kept",
-    "POST /v1/responses/{response_id}/cancel": "",
     "POST /v1/chat/completions/batch": "",
     "POST /v1/chat/completions/render": "",
     "POST /v1/completions/render": "",
@@ -158,6 +159,7 @@ Dashes and underscores in options are the same. These are for vLLM's engine, and
 """
 
 MODEL = "a model"
+A_RESPONSE = "that of an answer"  # in whose place the test puts one
 
 _TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 _CONVERSATION = {"prompt": None, "messages": [{"role": "user", "content": "Hi"}]}
@@ -342,7 +344,9 @@ FIELDS = {
             "max_output_tokens": 3,
             "metadata": {"a": "b"},
             "parallel_tool_calls": False,
+            "previous_response_id": A_RESPONSE,
             "reasoning": {"effort": "high"},
+            "store": False,
             "text": {"format": {"type": "text"}},
             "tool_choice": "none",
             "tools": _RESPONSES_TOOLS,
@@ -359,17 +363,18 @@ FIELDS = {
             "media_io_kwargs": {"video": {"num_frames": 4}},
             "mm_processor_kwargs": {"a": 1},
             "previous_input_messages": [{"role": "user"}],
-            "previous_response_id": "resp_1",
             "prompt": {"id": "x"},
             "service_tier": "flex",
-            "store": True,
             "top_logprobs": 2,
             "truncation": "auto",
         },
         named=_of_responses(_GENERATION_NAMED) | {"prompt_cache_key": "x"},
         notes={
             "include": 'also `["reasoning.encrypted_content"]`: reasoning is in the answer anyway, in plain text',
-            "input": "a text, or items: messages, `function_call`, `function_call_output`; `reasoning` is named",
+            "input": "a text, or items: messages, `function_call`, `function_call_output`, `item_reference`; `reasoning` is "
+            "named",
+            "previous_response_id": "of a response that is kept",
+            "store": "true by default, unless the server keeps none",
             "metadata": "is in the answer; up to 16 names of 64 characters, with texts of 512",
             "priority": _GENERATION_NOTES["priority"],
             "reasoning": "`effort`: as `reasoning_effort` of chats; other fields are named",

@@ -52,7 +52,7 @@ from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
 from shmring.frontend.errors import ApiError, report
 from shmring.frontend.health import HealthReporter
-from shmring.frontend.inference import Answer, AnswerWriter, Facts, Inference, events_of, written
+from shmring.frontend.inference import Answer, AnswerWriter, Facts, Inference, Keep, events_of, written
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.key_usage import KeyLimits, UsageTable, usages_of
 from shmring.frontend.metrics import EngineNumbers, FrontendMetrics
@@ -66,8 +66,10 @@ from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.responses_answer import ResponsesWriter
 from shmring.frontend.openai.responses_request import RESPONSES_PARSER, TranslatedRequest, translated
 from shmring.frontend.openai.scoring import RERANK_PARSER, SCORE_PARSER
+from shmring.frontend.openai.stored_responses import StoredResponses, account_of
 from shmring.frontend.openai.tokens import DETOKENIZE_PARSER, TOKENIZE_PARSER
 from shmring.frontend.openai.tools import check_whole
+from shmring.frontend.response_memory import ResponseMemory
 from shmring.frontend.responses import JsonPieces, JsonResponse, error_response
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import CorsSettings, FrontendSettings
@@ -125,6 +127,7 @@ def create_app(
     frontends: Callable[[], Sequence[FrontendState]] = tuple,
     usage: UsageTable | None = None,
     usage_row: int = 0,
+    responses: ResponseMemory | None = None,
     cancels_for_callers: bool = False,
 ) -> Application:
     """Makes the application of a frontend process.
@@ -135,9 +138,13 @@ def create_app(
         frontends: returns the states of all frontends of the server, for ``/health``.
         usage: what owners of keys use, of all frontends; None: this one counts for itself.
         usage_row: this frontend's part of it.
+        responses: where responses are kept, for all frontends; None: this one keeps its own.
         cancels_for_callers: whether the server cancels a request whose caller has gone. Ray Serve does; uvicorn does not.
     """
-    routes = _Routes(engine, settings, frontends)
+    if responses is None and settings.response_lifetime_s:
+        fd = ResponseMemory.create(settings.response_store_nbytes, 1)
+        responses = ResponseMemory(fd, 0, settings.response_lifetime_s)
+    routes = _Routes(engine, settings, frontends, StoredResponses(responses, settings.response_lifetime_s))
     usages = usages_of(settings.key_owners, routes.metrics.keys, usage, usage_row)
     keys = [Middleware(Authentication, settings.api_keys, usages)] if settings.api_keys else []
     with_admins = Middleware(Authentication, settings.api_keys, usages, settings.admin_keys)
@@ -150,6 +157,9 @@ def create_app(
             ObservedRoute("/v1/responses", routes.respond, methods=["POST"], middleware=admitted),
             ObservedRoute(MESSAGES_PATH, routes.answer_messages, methods=["POST"], middleware=admitted),
             ObservedRoute(f"{MESSAGES_PATH}/count_tokens", routes.count_tokens, methods=["POST"], middleware=admitted),
+            ObservedRoute("/v1/responses/{response_id}", routes.retrieve_response, middleware=keys),
+            ObservedRoute("/v1/responses/{response_id}", routes.delete_response, methods=["DELETE"], middleware=keys),
+            ObservedRoute("/v1/responses/{response_id}/cancel", routes.cancel_response, methods=["POST"], middleware=keys),
             ObservedRoute("/v1/completions", routes.complete, methods=["POST"], middleware=admitted),
             ObservedRoute("/tokenize", routes.tokenize, methods=["POST"], middleware=admitted),
             ObservedRoute("/detokenize", routes.detokenize, methods=["POST"], middleware=admitted),
@@ -230,8 +240,13 @@ class _Routes:
     """The objects that the routes share, and their handlers."""
 
     def __init__(
-        self, engine: EngineClient, settings: FrontendSettings, frontends: Callable[[], Sequence[FrontendState]]
+        self,
+        engine: EngineClient,
+        settings: FrontendSettings,
+        frontends: Callable[[], Sequence[FrontendState]],
+        stored: StoredResponses,
     ) -> None:
+        self._stored = stored
         self.metrics = FrontendMetrics(list(engine.engines))
         self.admission = Admission(settings)
         self._parsing = asyncio.Lock()  # one large body in a turn of the loop
@@ -257,6 +272,7 @@ class _Routes:
                 task.cancel()
             self.feed.close()
             await self._intake.close()
+            self._stored.close()
 
     async def _get_ready(self) -> None:
         """Has a decoder import what the model's pictures need, before the first one comes; without an engine, nothing."""
@@ -320,9 +336,17 @@ class _Routes:
 
     async def respond(self, http_request: Request) -> Response:
         request, notes = await self._read(RESPONSES_PARSER, http_request)
+        scope = http_request.scope
+        account = account_of(scope)
+        conversation = await self._stored.open(request, account)
+        items = conversation.items_of(request)
+        translation = translated(request, conversation)
+        del conversation
         writer = ResponsesWriter(request)
-        failed = functools.partial(_failed_response, writer)
-        return await self._write(translated(request), writer, http_request.scope, notes, failed)
+        await self._stored.keep_conversation(writer.answer, items, account, admitted_of(scope).long_texts)
+        del items
+        keep = functools.partial(self._stored.keep_answer, writer.answer, account)
+        return await self._write(translation, writer, scope, notes, functools.partial(_failed_response, writer), keep)
 
     async def answer_messages(self, http_request: Request) -> Response:
         check_version(http_request.headers.get("anthropic-version"))
@@ -346,19 +370,36 @@ class _Routes:
         scope: Scope,
         notes: dict[str, str],
         failed: Callable[[ApiError], bytes] | None = None,
+        keep: Keep | None = None,
     ) -> Response:
         """Answers the request of another form that became a chat's."""
         chat = translation.chat
         admitted, request_id = admitted_of(scope), request_id_of(scope)
         with _placed(translation):
             if not chat.stream:
-                facts = await self._inference.respond(chat, writer, admitted, request_id)
+                facts = await self._inference.respond(chat, writer, admitted, request_id, keep)
                 headers = _costs(facts) | _told(_placed_facts(facts, translation), notes)
                 return JsonResponse(writer.answer, headers=headers)
             answer = await self._inference.begin(CHAT_FORM, chat, admitted, request_id)
         _placed_facts(answer.facts, translation)
-        events = (event(made, made.type) async for made in written(answer, writer))
+        events = (event(made, made.type) async for made in written(answer, writer, keep))
         return self._streamed(events, answer, scope, notes, failed)
+
+    async def retrieve_response(self, http_request: Request) -> Response:
+        if http_request.query_params.get("stream", "false") != "false":
+            text = "a response that was kept comes whole: leave stream out"
+            raise ApiError(400, text, code="unsupported_value", param="stream")
+        response_id = http_request.path_params["response_id"]
+        return JsonResponse(await self._stored.find(response_id, account_of(http_request.scope)))
+
+    async def delete_response(self, http_request: Request) -> Response:
+        response_id = http_request.path_params["response_id"]
+        return JsonResponse(await self._stored.delete(response_id, account_of(http_request.scope)))
+
+    async def cancel_response(self, http_request: Request) -> Response:
+        await self._stored.find(http_request.path_params["response_id"], account_of(http_request.scope))
+        text = "the response is complete; only one that was asked for with background could be cancelled, and there are none"
+        raise ApiError(400, text, code="unsupported_value", param="response_id")
 
     def _broken_stream(self, error: Exception, scope: Scope) -> ApiError:
         api_error = report(error, request_id_of(scope))

@@ -27,8 +27,8 @@ class Authentication:
         app: answers callers that have a key.
         keys: a caller needs one of them; if there are none, no key is needed.
         admin_keys: of operators, which are as good, where a route takes them; it becomes part of the state that it is one.
-        usages: what their owners use, by key; for those that have one. It becomes part of the request's state, and so does what
-            the caller is called.
+        usages: what their owners use, by key; for those that have one. It becomes part of the request's state, and so do
+            what the caller is called, and the account by which the caller is told from all others.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Authentication:
                 raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             scope["state"]["usage"] = usage = self._usages[digest]
             scope["state"]["caller"] = f"key {digest[:_SHOWN].hex()}" if usage is None else usage.owner.name
+            scope["state"]["account"] = digest if usage is None else _digest(b"owner " + usage.owner.name.encode())
         await self._app(scope, receive, send)
 
 

@@ -35,6 +35,7 @@ from shmring.frontend.openai.models import Load, Model, ModelList, Version
 from shmring.frontend.openai.responses_answer import ResponsesAnswer, ResponsesEvent
 from shmring.frontend.openai.responses_request import ResponsesRequest
 from shmring.frontend.openai.scoring import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
+from shmring.frontend.openai.stored_responses import DeletedResponse
 from shmring.frontend.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from shmring.frontend.options import limits_of
 from shmring.frontend.responses import JsonResponse
@@ -59,6 +60,7 @@ _TYPES = (
     ResponsesRequest,
     ResponsesAnswer,
     ResponsesEvent,
+    DeletedResponse,
     MessagesRequest,
     MessagesAnswer,
     MessagesEvent,
@@ -99,7 +101,7 @@ _DESCRIPTION = (
 _ERRORS = {
     400: "The request is wrong, or asks for what this server does not do; `param` says where.",
     401: "The server needs a key, and this is none of them.",
-    404: "There is no such model.",
+    404: "There is no such model, or no such response.",
     409: "The profiler is off, or runs already, or does not run.",
     408: "The body did not arrive in time.",
     413: "The body or its media are too large, or can never fit the slab.",
@@ -205,6 +207,7 @@ def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path
         "paths": {
             "/v1/chat/completions": {"post": _chat(model) | security},
             "/v1/responses": {"post": _responses(model) | security},
+            **{path: {method: each | security for method, each in of.items()} for path, of in _stored_responses().items()},
             MESSAGES_PATH: {"post": _messages(model) | of_messages},
             f"{MESSAGES_PATH}/count_tokens": {"post": _token_counts(model) | of_messages},
             "/v1/completions": {"post": _completions(model) | security},
@@ -250,6 +253,27 @@ def _of_messages(summary: str, answer: dict[str, Any], request: str, model: str,
     body = _body(request, {"model": model, **fields, "messages": [{"role": "user", "content": "What is this?"}]})
     operation = _operation(summary, "v1", answer, _errors(_BODY_ERRORS, "MessagesErrorEnvelope"), requestBody=body)
     return operation | {"parameters": [_REQUEST_ID, _VERSION]}
+
+
+def _stored_responses() -> dict[str, dict[str, Any]]:
+    """Returns the paths of responses that the server keeps."""
+    path = "/v1/responses/{response_id}"
+    name = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    stream = {"name": "stream", "in": "query", "description": "Not supported.", "schema": {"enum": ["false"]}}
+
+    def of(summary: str, answer: str, statuses: Iterable[int], *further: dict[str, Any]) -> dict[str, Any]:
+        content = {"application/json": _schema(answer)}
+        operation = _operation(summary, "v1", _answer("The response.", content), _errors((*statuses, 401, 404, 500)))
+        return operation | {"parameters": [*operation["parameters"], name, *further]}
+
+    cancel = of("Cancel a response that goes on: there are none, so it is always refused", "ResponsesAnswer", (400,))
+    return {
+        path: {
+            "get": of("Return a response that the server keeps", "ResponsesAnswer", (400,), stream),
+            "delete": of("Forget a response", "DeletedResponse", ()),
+        },
+        f"{path}/cancel": {"post": cancel},
+    }
 
 
 def _completions(model: str) -> dict[str, Any]:

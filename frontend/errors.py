@@ -14,6 +14,8 @@ prompt and ``max_tokens`` longer than the model takes  400     context_length_ex
 an answer's form is too complex to be gone on with     400     form_too_complex
 no key, or a wrong one                                 401     invalid_api_key
 no such model; no such route                           404     model_not_found, not_found
+a response or an item of one that is not kept          404     response_not_found, item_not_found
+one that a request is to go on from                    400     previous_response_not_found
 no such method                                         405     method_not_allowed
 the body did not arrive in time                        408     body_timeout
 the profiler is off, or runs, or does not run          409     profiler

@@ -12,8 +12,8 @@ import contextlib
 import dataclasses
 import operator
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -64,9 +64,12 @@ from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
 from shmring.frontend.sse import DONE, event
 
-__all__ = ["Answer", "AnswerWriter", "Facts", "Inference", "WrittenEvent", "events_of", "written"]
+__all__ = ["Answer", "AnswerWriter", "Facts", "Inference", "Keep", "WrittenEvent", "events_of", "written"]
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
+
+#: Keeps an answer that is complete, if it is to be kept.
+Keep: TypeAlias = Callable[[], Awaitable[None]]
 
 _PART_CHARACTERS = 256 << 10
 _values_of = operator.attrgetter(*(name if name == "tool_choice" else f"sampling.{name}" for name in CAPABILITIES))
@@ -198,7 +201,10 @@ class AnswerWriter(Protocol):
         """Yields the events of a piece."""
 
     def finish(self, last: GenerateReply, reason: FinishReason) -> Iterator[WrittenEvent]:
-        """Yields the last events, behind those of the last piece."""
+        """Yields the events behind those of the last piece, but for the last one; the answer is complete then."""
+
+    def end(self) -> WrittenEvent:
+        """Returns the last event."""
 
 
 class Inference:
@@ -245,11 +251,13 @@ class Inference:
         whole = form.whole(new_id(f"{form.prefix}-"), int(time.time()), request.model, choices, _usage(parts, answer.prompts))
         return whole, answer.facts
 
-    async def respond(self, chat: ChatRequest, writer: AnswerWriter, admitted: Admitted, request_id: str) -> Facts:
-        """Answers a chat whole, as the writer writes it."""
+    async def respond(
+        self, chat: ChatRequest, writer: AnswerWriter, admitted: Admitted, request_id: str, keep: Keep | None = None
+    ) -> Facts:
+        """Answers a chat whole, as the writer writes it; ``keep`` is as in :func:`written`."""
         answer = await self.begin(CHAT_FORM, chat, admitted, request_id, stream=False)
         async with contextlib.aclosing(answer):
-            async for _ in written(answer, writer):
+            async for _ in written(answer, writer, keep):
                 pass
         return answer.facts
 
@@ -460,8 +468,14 @@ class Inference:
         return torch.cat(parts), prompt_tokens
 
 
-async def written(answer: Answer, writer: AnswerWriter) -> AsyncGenerator[WrittenEvent, None]:
-    """Yields the events of an answer as it comes. Each shows what there is now: encode it at once."""
+async def written(answer: Answer, writer: AnswerWriter, keep: Keep | None = None) -> AsyncGenerator[WrittenEvent, None]:
+    """Yields the events of an answer as it comes. Each shows what there is now: encode it at once.
+
+    Args:
+        answer: stays its owner's, who closes it.
+        writer: writes it.
+        keep: is awaited when the answer is complete, before its last event; None: nothing is.
+    """
     last: GenerateReply | None = None
     async for piece in answer:
         if last is None:
@@ -474,6 +488,9 @@ async def written(answer: Answer, writer: AnswerWriter) -> AsyncGenerator[Writte
         raise _unfinished()
     for finished in writer.finish(last, last.finish_reason):
         yield finished
+    if keep is not None:
+        await keep()
+    yield writer.end()
 
 
 async def events_of(form: AnswerForm[_Request], answer: Answer, request: _Request) -> AsyncGenerator[bytes, None]:

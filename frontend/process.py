@@ -28,6 +28,7 @@ from shmring.frontend.key_usage import UsageTable
 from shmring.frontend.listening import listen, place_of, repeated
 from shmring.frontend.malloc import make_malloc_return_memory
 from shmring.frontend.number_files import DIRECTORY_VARIABLE
+from shmring.frontend.response_memory import ResponseMemory
 from shmring.frontend.server import Server
 from shmring.frontend.settings import ProcessSettings, frontend_name
 
@@ -90,6 +91,7 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
                 frontends=lambda: () if link is None else link.frontends,
                 usage=_usage_table(settings),
                 usage_row=settings.index or 0,
+                responses=_response_memory(settings),
             ),
             host=settings.host,
             port=settings.port,
@@ -111,6 +113,12 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
 
 def _usage_table(settings: ProcessSettings) -> UsageTable | None:
     return None if settings.usage_fd is None else UsageTable(len(settings.http.key_owners), None, settings.usage_fd)
+
+
+def _response_memory(settings: ProcessSettings) -> ResponseMemory | None:
+    if settings.responses_fd is None:
+        return None
+    return ResponseMemory(settings.responses_fd, settings.index or 0, settings.http.response_lifetime_s)
 
 
 def _listening(settings: ProcessSettings) -> socket.socket:

@@ -197,6 +197,11 @@ class FrontendSettings:
         max_inputs: Most inputs of an embedding request.
 
             As many as in OpenAI's API.
+        response_store_nbytes: Bytes of conversations and answers of /v1/responses that the server keeps, unless they say
+            store: false; all frontends together, which share them.
+
+            What is too old goes first, then the oldest of whoever has most. One may have a quarter of a frontend's part.
+        response_lifetime_s: Seconds for which it keeps them at most. 0: it keeps none.
         limit_mm_per_prompt: Most media of a request: JSON, or image=16,video=2.
         max_priority: How urgent callers may say that a request is: priority -N is the most urgent. 0: none more than usual.
 
@@ -232,6 +237,8 @@ class FrontendSettings:
     max_decoded_nbytes: int = 256 << 20
     max_media_nbytes: int = 512 << 20
     max_inputs: int = 2048
+    response_store_nbytes: int = 64 << 20
+    response_lifetime_s: Annotated[float, Flag(least=0)] = 3600.0
     limit_mm_per_prompt: Annotated[MediaCounts, Flag(metavar="LIMITS")] = dataclasses.field(default_factory=MediaCounts)
     max_priority: Annotated[int, Flag(least=0)] = 0
     engine_retries: Annotated[int, Flag(least=0, most=MAX_ENGINES)] = 1
@@ -297,6 +304,7 @@ class ProcessSettings:
             there are none.
         http: what it serves, and its limits.
         usage_fd: the inherited descriptor of a memory in which all frontends count what owners of keys use. None: none.
+        responses_fd: that of the memory in which they keep responses. None: none.
     """
 
     name: str = "shmring"
@@ -318,6 +326,7 @@ class ProcessSettings:
     otlp_traces_endpoint: Annotated[str | None, Flag(parse=parse_endpoint, metavar="URL")] = None
     http: Annotated[FrontendSettings, NO_OPTION] = dataclasses.field(default_factory=FrontendSettings)
     usage_fd: Annotated[int | None, NO_OPTION] = None
+    responses_fd: Annotated[int | None, NO_OPTION] = None
 
 
 def frontend_name(index: int) -> str:

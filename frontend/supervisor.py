@@ -67,6 +67,7 @@ from shmring.frontend.listening import listen, place_of, url_of
 from shmring.frontend.liveness import EngineLife, Life, answering
 from shmring.frontend.memory_checks import describe_kill, memory_checks, oom_kills
 from shmring.frontend.number_files import DIRECTORY_VARIABLE
+from shmring.frontend.response_memory import ResponseMemory
 from shmring.frontend.settings import ProcessSettings
 from shmring.memory.available import lack_of_memory
 from shmring.memory.limits import check_open_files
@@ -316,6 +317,9 @@ class _Supervisor:
             from shmring.frontend.key_usage import UsageTable  # it imports Starlette
 
             self._usage = UsageTable(len(owners), options.frontends, os.memfd_create("shmring-keys"))
+        self._responses_fd: int | None = None
+        if options.frontend.http.response_lifetime_s:
+            self._responses_fd = ResponseMemory.create(options.frontend.http.response_store_nbytes, options.frontends)
         self._engines: dict[int, Child] = {}
         self._engines_ready = [asyncio.Event() for _ in options.engines]
         self._frontends: dict[int, Child] = {}
@@ -578,6 +582,9 @@ class _Supervisor:
         if self._usage is not None:
             settings = dataclasses.replace(settings, usage_fd=self._usage.fd)
             fds.append(self._usage.fd)
+        if self._responses_fd is not None:
+            settings = dataclasses.replace(settings, responses_fd=self._responses_fd)
+            fds.append(self._responses_fd)
         child = await Child.start(
             f"frontend {index}",
             self._frontend_command(),

@@ -129,7 +129,7 @@ class MessagesWriter:
             yield from self._call(call)
 
     def finish(self, last: GenerateReply, reason: FinishReason) -> Iterator[MessagesEvent]:
-        """Yields the last events."""
+        """Yields the events of the end, but for the last one."""
         yield from self._close()
         answer = self.answer
         answer.usage = MessagesUsage(last.prompt_tokens, last.completion_tokens)
@@ -138,7 +138,10 @@ class MessagesWriter:
             answer.stop_reason, answer.stop_sequence = "stop_sequence", last.stop_text
         delta = BlockDelta(stop_reason=answer.stop_reason, stop_sequence=answer.stop_sequence)
         yield MessagesEvent(type="message_delta", delta=delta, usage=answer.usage)
-        yield MessagesEvent(type="message_stop")
+
+    def end(self) -> MessagesEvent:
+        """Returns the last event."""
+        return MessagesEvent(type="message_stop")
 
     def _grow(self, kind: type[AnswerText | AnswerThinking], text: str) -> Iterator[MessagesEvent]:
         if type(self._open) is not kind:

@@ -18,9 +18,11 @@ from shmring.engine.protocol import FinishReason, GenerateReply
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.errors import ApiError, ErrorBody
 from shmring.frontend.openai.responses_request import FunctionTool, Reasoning, ResponsesRequest, TextConfig, ToolChoice
-from shmring.frontend.responses import new_id
+from shmring.frontend.responses import new_id, random_digits
 
-__all__ = ["ResponsesAnswer", "ResponsesEvent", "ResponsesWriter"]
+__all__ = ["ResponsesAnswer", "ResponsesEvent", "ResponsesWriter", "number_of"]
+
+_NUMBER_DIGITS = 20
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -100,7 +102,8 @@ class IncompleteDetails(msgspec.Struct):
 
 
 class ResponsesAnswer(msgspec.Struct, kw_only=True):
-    """The answer to `POST /v1/responses` without `stream`. It is not kept."""
+    """The answer to `POST /v1/responses` without `stream`, and to `GET /v1/responses/{response_id}`. `store` says whether it is
+    kept."""
 
     id: str
     created_at: int
@@ -122,9 +125,9 @@ class ResponsesAnswer(msgspec.Struct, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     object: Literal["response"] = "response"
     error: None = None
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     background: Literal[False] = False
-    store: Literal[False] = False
+    store: bool = False
     truncation: Literal["disabled"] = "disabled"
 
 
@@ -161,8 +164,9 @@ class ResponsesWriter:
     """
 
     def __init__(self, request: ResponsesRequest) -> None:
+        self._digits = random_digits()[:_NUMBER_DIGITS]
         self.answer = ResponsesAnswer(
-            id=new_id("resp_"),
+            id=self._name("resp", 0),
             created_at=int(time.time()),
             model=request.model,
             instructions=request.instructions,
@@ -177,6 +181,8 @@ class ResponsesWriter:
             top_p=1.0 if request.top_p is None else request.top_p,
             user=request.user,
             output=[],
+            previous_response_id=request.previous_response_id,
+            store=request.store is not False,
         )
         self._numbers = itertools.count()
         self._open: OutputMessage | ReasoningItem | None = None  # the last item, while it grows
@@ -201,7 +207,7 @@ class ResponsesWriter:
             yield from self._call(call)
 
     def finish(self, last: GenerateReply, reason: FinishReason) -> Iterator[ResponsesEvent]:
-        """Yields the last events."""
+        """Yields the events of the end, but for the last one; the answer is complete then."""
         answer = self.answer
         if not answer.output:
             yield from self._grow(OutputMessage, "")  # clients look for a message in an answer
@@ -210,7 +216,10 @@ class ResponsesWriter:
         yield from self._close(answer.status)
         tokens = last.prompt_tokens, last.completion_tokens, last.prompt_tokens + last.completion_tokens
         answer.usage = ResponsesUsage(*tokens, InputTokensDetails(), OutputTokensDetails(self._reasoning_tokens))
-        yield self._event(f"response.{answer.status}", response=answer)
+
+    def end(self) -> ResponsesEvent:
+        """Returns the last event."""
+        return self._event(f"response.{self.answer.status}", response=self.answer)
 
     def fail(self, error: ApiError) -> ResponsesEvent:
         """Returns the last event of an answer that fails. Clients look for the error in it, or for its parts."""
@@ -222,7 +231,7 @@ class ResponsesWriter:
         if item is None or type(item) is not kind:
             yield from self._close("completed")
             is_message = kind is OutputMessage
-            self._open = item = kind(new_id("msg_" if is_message else "rs_"))
+            self._open = item = kind(self._name("msg" if is_message else "rs"))
             self.answer.output.append(item)
             yield self._event("response.output_item.added", output_index=self._index, item=item)
             yield self._event_of_text(item, "content_part.added", part=OutputText() if is_message else ReasoningText())
@@ -248,7 +257,7 @@ class ResponsesWriter:
 
     def _call(self, call: EngineToolCall) -> Iterator[ResponsesEvent]:
         """A call comes whole."""
-        item = FunctionCallItem(new_id("fc_"), new_id("call_"), call.name)
+        item = FunctionCallItem(self._name("fc"), new_id("call_"), call.name)
         self.answer.output.append(item)
         place = {"item_id": item.id, "output_index": self._index}
         yield self._event("response.output_item.added", output_index=self._index, item=item)
@@ -256,6 +265,10 @@ class ResponsesWriter:
         yield self._event("response.function_call_arguments.delta", delta=call.arguments, **place)
         yield self._event("response.function_call_arguments.done", name=call.name, arguments=call.arguments, **place)
         yield self._event("response.output_item.done", output_index=self._index, item=item)
+
+    def _name(self, kind: str, index: int | None = None) -> str:
+        """Returns the name of the answer, or of its next item."""
+        return f"{kind}_{self._digits}{len(self.answer.output) + 1 if index is None else index:04x}"
 
     @property
     def _index(self) -> int:
@@ -268,6 +281,11 @@ class ResponsesWriter:
 
     def _event(self, kind: str, /, **fields: Any) -> ResponsesEvent:
         return ResponsesEvent(type=kind, sequence_number=next(self._numbers), **fields)
+
+
+def number_of(name: str) -> str:
+    """Returns what the names of an answer and of its items have in common, and those of no other answer have."""
+    return name.partition("_")[2][:_NUMBER_DIGITS]
 
 
 def _name_of(item: OutputMessage | ReasoningItem) -> str:

@@ -1,8 +1,9 @@
 """Requests of ``POST /v1/responses``. Each becomes the request of a chat, so what holds for chats holds for it as well: what is
 refused, and how much is accepted.
 
-The server keeps no responses. A caller sends the whole conversation each time, what the model has answered included: items of
-an answer are items of a request. Calls of tools that follow an assistant's message belong to that message, as chat templates
+A caller sends the whole conversation each time, what the model has answered included: items of an answer are items of a
+request. Or it names an answer that the server has kept (:mod:`.stored_responses`), and sends what follows; or it names items of
+answers. Calls of tools that follow an assistant's message belong to that message, as chat templates
 have it. Reasoning of earlier answers is not shown to the model again; the answer's header names it, as it names ignored fields.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -25,7 +27,9 @@ from shmring.frontend.openai.unsupported import Unsupported, check_supported, on
 
 __all__ = [
     "RESPONSES_PARSER",
+    "Conversation",
     "FunctionTool",
+    "InputItem",
     "Reasoning",
     "ResponsesRequest",
     "TextConfig",
@@ -69,8 +73,8 @@ _Part = InputTextPart | OutputTextPart | InputImagePart | ReasoningTextPart | Re
 _Content = str | Annotated[list[_Part | str], Meta(max_length=MAX_PARTS)]
 
 
-class InputItem(msgspec.Struct):
-    """A message, a call of a tool, what a tool has returned, or the reasoning of an earlier answer."""
+class InputItem(msgspec.Struct, omit_defaults=True):
+    """A message, a call of a tool, what a tool has returned, reasoning of an earlier answer; or one of these by its `id`."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -81,7 +85,7 @@ class InputItem(msgspec.Struct):
     output: _Content | None = None
     encrypted_content: Annotated[Any, only()] = None
     summary: Annotated[Any, Meta(description=_MEANS_NOTHING)] = None
-    id: Annotated[str | None, Meta(description=_MEANS_NOTHING)] = None
+    id: Annotated[str | None, Meta(description="Of an `item_reference`: which item of an answer that is kept.")] = None
     status: Annotated[str | None, Meta(description=_MEANS_NOTHING)] = None
     phase: Annotated[str | None, Meta(description=_MEANS_NOTHING)] = None
 
@@ -125,11 +129,13 @@ class Reasoning(msgspec.Struct):
     effort: str | None = None
 
 
+_STORE = "Whether the server keeps the answer for a while; it does by default, unless it keeps none at all."
+
 _Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]  # as in OpenAI's API
 
 
 class ResponsesRequest(GenerationRequest, kw_only=True):
-    """The body of `POST /v1/responses`. The server keeps no responses: send the whole conversation as `input`."""
+    """The body of `POST /v1/responses`. With `previous_response_id`, `input` is what follows that response."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
@@ -141,9 +147,9 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     reasoning: Reasoning | None = None
     metadata: Annotated[_Metadata, Meta(max_length=16)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="Variables of the model's chat template.")] = None
-    store: Annotated[Any, only(False)] = None
+    store: Annotated[bool | None, Meta(description=_STORE)] = None
     background: Annotated[Any, only(False)] = None
-    previous_response_id: Annotated[Any, only()] = None
+    previous_response_id: Annotated[str | None, Meta(description="The answer to go on from, which the server keeps.")] = None
     conversation: Annotated[Any, only()] = None
     prompt: Annotated[Any, only()] = None
     include: Annotated[Any, only([], ["reasoning.encrypted_content"])] = None
@@ -165,7 +171,6 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
 _UNSUPPORTED = Unsupported(ResponsesRequest)
 _UNSUPPORTED_OF_ITEMS = Unsupported(InputItem)
 _UNSUPPORTED_OF_PICTURES = Unsupported(InputImagePart)
-_OF_A_STORE = ("store", "background", "previous_response_id", "conversation", "prompt")
 # Other fields of a chat are made of other fields.
 _MADE = ("messages", "tools", "tool_choice", "max_completion_tokens", "response_format", "reasoning_effort")
 _SAME = frozenset(ResponsesRequest.__struct_fields__) & frozenset(ChatRequest.__struct_fields__) - {*_MADE}
@@ -209,16 +214,38 @@ class TranslatedRequest:
         return _place_of(param, self._places)
 
 
-def translated(request: ResponsesRequest) -> TranslatedRequest:
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """What a request goes on with, of what the server keeps.
+
+    Attributes:
+        before: the items before those of the request.
+        found: the items that it refers to, by their names.
+    """
+
+    before: list[InputItem] = dataclasses.field(default_factory=list)
+    found: Mapping[str, InputItem] = dataclasses.field(default_factory=dict)
+
+    def items_of(self, request: ResponsesRequest) -> list[InputItem]:
+        """Returns all items, those of the request last."""
+        items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+        return [*self.before, *(self.found.get(item.id or "", item) if _is_reference(item) else item for item in items)]
+
+
+def _is_reference(item: InputItem) -> bool:
+    return item.type == "item_reference"
+
+
+def translated(request: ResponsesRequest, conversation: Conversation | None = None) -> TranslatedRequest:
     """Makes the request of a chat; empties the input, which is most of the request's memory.
+
+    Args:
+        request: of a caller.
+        conversation: what it goes on with.
 
     Raises:
         ApiError: the request asks for something that is not implemented, or an item lacks something.
     """
-    for name in _OF_A_STORE:
-        if getattr(request, name) not in (None, False):
-            text = f"this server keeps no responses, so it has no {name}; send the whole conversation as input, and ask at once"
-            raise ApiError(400, text, code="unsupported_value", param=name)
     check_supported(request, _UNSUPPORTED)
     messages: list[ChatMessageParam] = []
     places: list[_Place] = []
@@ -226,16 +253,14 @@ def translated(request: ResponsesRequest) -> TranslatedRequest:
     if request.instructions is not None:
         messages.append(ChatMessageParam("system", request.instructions))
         places.append(_Place("instructions"))
-    items, request.input = request.input, ""
-    if isinstance(items, str):
-        messages.append(ChatMessageParam("user", items))
-        places.append(_Place("input"))
-        items = []
+    conversation = conversation or Conversation()
+    items, is_text, before = conversation.items_of(request), isinstance(request.input, str), len(conversation.before)
+    request.input = ""
     for index, item in enumerate(items):
-        param = f"input[{index}]"
+        param = "previous_response_id" if index < before else "input" if is_text else f"input[{index - before}]"
         check_supported(item, _UNSUPPORTED_OF_ITEMS, f"{param}.")
         if item.type == "reasoning":
-            ignored.append(param)
+            ignored += [param] if index >= before else []
         elif item.type == "function_call":
             if not messages or messages[-1].role != "assistant":
                 messages.append(ChatMessageParam("assistant"))
@@ -246,7 +271,8 @@ def translated(request: ResponsesRequest) -> TranslatedRequest:
             places[-1].calls.append(param)
         else:
             messages.append(_message(item, param))
-            places.append(_Place(f"{param}.output" if item.type == "function_call_output" else f"{param}.content"))
+            content = "output" if item.type == "function_call_output" else "content"
+            places.append(_Place(param if is_text or index < before else f"{param}.{content}"))
     try:
         chat = msgspec.convert(_made_fields(request, messages), ChatRequest)
     except msgspec.ValidationError as error:
@@ -296,8 +322,7 @@ def _text_of(item: InputItem, field: str, param: str) -> str:
 
 def _message(item: InputItem, param: str) -> ChatMessageParam:
     if item.type == "item_reference":
-        text = "this server keeps no items; send the item itself"
-        raise ApiError(400, text, code="unsupported_value", param=f"{param}.type")
+        raise ApiError(400, "an item_reference must have an id", code="invalid_value", param=f"{param}.id")
     if item.type == "function_call_output":
         call_id = _text_of(item, "call_id", param)
         return ChatMessageParam("tool", _content(item.output, f"{param}.output"), tool_call_id=call_id)

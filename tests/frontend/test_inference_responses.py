@@ -333,7 +333,7 @@ BROKEN_PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAA
 @for_each(
     ("fields", "param"),
     [
-        ({"store": True}, "store"),
+        ({"store": "yes"}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
@@ -342,7 +342,6 @@ BROKEN_PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAA
         ({"input": None}, "input"),
         ({"input": [{"content": "Hi"}]}, "input[0].role"),
         ({"input": [USER, {"role": "user"}]}, "input[1].content"),
-        ({"input": [{"id": "msg_1", "type": "item_reference"}]}, "input[0].type"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "input[0].content[0].type"),
