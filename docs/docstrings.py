@@ -15,7 +15,7 @@ from typing import Any
 import griffe
 from make_site import REFERENCE
 
-_SECTION = re.compile(r"(\s*)(Args|Attributes|Raises|Yields):$")
+_SECTION = re.compile(r"(\s*)(Args|Attributes|Raises):$")
 _GROUP = re.compile(r"(\s+)(\*{0,2}\w+(?:, \*{0,2}\w+)+): (.*)")
 _ROLE = re.compile(r":(?:\w+):`(~?)([\w.]+)`")
 
@@ -58,7 +58,7 @@ def _inherit(shown: griffe.Class) -> None:
 
 
 def _rewrite(docstring: griffe.Docstring, classes: dict[str, griffe.Class]) -> None:
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}  # by the first name in a line: all of its names
     lines: list[str] = []
     text = _ROLE.sub(lambda role: _link(role, docstring, classes), docstring.value)
     at = 0
@@ -66,7 +66,10 @@ def _rewrite(docstring: griffe.Docstring, classes: dict[str, griffe.Class]) -> N
     while at < len(source):
         group = _GROUP.fullmatch(source[at])
         end = at + 1
-        if group and _section_of(source, at, group[1]) in ("Args", "Attributes"):
+        heading = _section_of(source, at, group[1]) if group else ""
+        if group and heading == "Raises":
+            groups[group[2]] = group[2].split(", ")
+        if group and heading in ("Args", "Attributes"):
             while end < len(source) and source[end].startswith(f"{group[1]} "):
                 end += 1
             names = group[2].split(", ")
@@ -95,7 +98,10 @@ def _section_of(source: list[str], at: int, indent: str) -> str:
 
 
 def _joined(section: Any, groups: dict[str, list[str]]) -> Any:
-    """Joins what stood in one line."""
+    """Joins what stood in one line. (griffe joins errors itself, as a tuple, which needs no brackets here.)"""
+    for error in section.value if section.kind.value == "raises" else ():
+        if isinstance(error.annotation, griffe.ExprTuple):
+            error.annotation.implicit = True
     if section.kind.value not in ("parameters", "attributes"):
         return section
     items, joined = list(section.value), []

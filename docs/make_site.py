@@ -47,7 +47,14 @@ REFERENCE = {
     "executors": (
         "Executors",
         "shmring.engine.executors",
-        "Executor ExecutorOptions StepInput StepOutput ContextLengthError",
+        "Executor ExecutorOptions StepInput StepOutput ContextLengthError OverloadedError ExecutorDeadError",
+    ),
+    "requests": (
+        "What executors are asked",
+        "shmring.engine.protocol",
+        "ModelDescription InputSpec PictureSpec VideoSpec SoundSpec EncodeRequest Text Picture Video Waveform Spectrogram "
+        "Features EncodeReply GenerateRequest ChatMessage TextPart MediumPart ToolCall SamplingParams StructuredOutputsParams "
+        "GenerateReply TokenLogprobs",
     ),
 }
 ELSEWHERE = {"threads", "__version__"}  # of shmring: docs/threads.md says what differs in threads
