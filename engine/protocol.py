@@ -408,8 +408,8 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
         template_options: variables of the chat template.
         add_special_tokens: whether a text gets the tokens that the tokenizer puts at its ends.
         tokenize: make no answer. The one reply has the tokens of the conversation or text, or the text of tokens.
-        stream: whether its caller reads the answer as it is made. If not, what follows the first piece comes when the answer is
-            complete, or once a second.
+        stream: whether its caller reads the answer as it is made. If not, it comes when it is complete; before that, if it
+            takes long or has media, its first piece, and what follows once a second.
     """
 
     messages: list[ChatMessage] = []
@@ -476,6 +476,8 @@ class GenerateReply(msgspec.Struct, tag="generated", omit_defaults=True):
         index: which of the request's ``n`` answers it is a piece of.
         logprobs: of each of ``token_ids``, if they were asked for.
         stop_text: on the last piece: the stop text that ended the answer, if one did.
+        first_at: on a piece that may have waited with the first token of its answer: when that token came, as a time of
+            ``time.monotonic()``.
     """
 
     text: str
@@ -488,6 +490,7 @@ class GenerateReply(msgspec.Struct, tag="generated", omit_defaults=True):
     index: int = 0
     logprobs: list[TokenLogprobs] = []
     stop_text: str | None = None
+    first_at: float = 0.0
 
 
 EngineRequestPayload: TypeAlias = EncodeRequest | GenerateRequest

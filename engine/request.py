@@ -5,9 +5,9 @@ kept in order, pieces of an answer joined into one, until a task has sent them. 
 its ``max_tokens``, logprobs by a limit for a request, embeddings by the inputs of the request.
 
 Where nobody reads an answer before its end, a message for each token would cost both sides more than the token. So only the
-first piece of such an answer is sent at once: it says that the request's media are no longer needed, when the first token
-came, and that no other engine is to be asked if this one dies. Later pieces are kept until the answer ends, or for a second:
-their tokens are counted also if the caller hangs up.
+first piece of such an answer is sent early: it says that the request's media are no longer needed, that its tokens count also
+if the caller hangs up, and that no other engine is to be asked if this one dies. Without media, it may be a tenth of a second
+late, within which a short answer is complete, and one message. Later pieces are kept until the answer ends, or for a second.
 
 Source: vLLM's ``RequestOutputKind.FINAL_ONLY``.
 """
@@ -30,6 +30,7 @@ __all__ = ["EngineRequest", "check_payload"]
 _MAX_INT64 = (1 << 63) - 1
 _PIECE_LENGTH = 4096  # tokens or characters from which pieces are joined no further: their message must fit a frame
 _INTERVAL_S = 1.0  # between messages of an answer that nobody reads before its end
+_FIRST_S = 0.1  # after which the first one of such an answer is sent, unless it says that media are no longer needed
 _PIECE_LOGPROBS = 64  # the same of tokens that are described, each with up to 20 others
 
 
@@ -76,7 +77,7 @@ class EngineRequest:
         self.timer: asyncio.TimerHandle | None = None
         self._is_streamed = not isinstance(payload, GenerateRequest) or payload.stream
         self._begun: set[int] = set()  # the answers whose first piece was sent, where they are not streamed
-        self._send_at = 0.0  # the next piece of such an answer
+        self._send_at = 0.0 if self.nbytes else self.arrived_at + _FIRST_S  # the next piece of such an answer
         self._unsent: deque[EncodeReply | GenerateReply] = deque()
         self._open: dict[int, GenerateReply] = {}  # of the unsent, the last piece of each answer, which others are joined to
         self._complete = False
@@ -160,6 +161,8 @@ class EngineRequest:
         if piece is None or not _may_join(piece, reply):
             self._unsent.append(reply)
             self._open[reply.index] = reply
+            if not self._is_streamed and reply.index not in self._begun:
+                reply.first_at = time.monotonic()
             return
         piece.text += reply.text
         piece.token_ids = piece.token_ids + reply.token_ids  # not in place: the lists may be the executor's
@@ -184,7 +187,7 @@ class EngineRequest:
         if not isinstance(reply, GenerateReply):
             return True
         now = time.monotonic()
-        if reply.index in self._begun and now < self._send_at:
+        if now < self._send_at and (reply.index in self._begun or not self.nbytes):
             return True
         self._begun.add(reply.index)
         self._send_at = now + _INTERVAL_S

@@ -122,15 +122,14 @@ class Answer:
         self.prompts = prompts
         self._first: GenerateReply | None = first
         self._last = first
-        self._tokens = {
-            first.index: (first.prompt_tokens, first.completion_tokens)
-        }  # of the prompt and of the answer, by index
+        self._tokens: dict[int, tuple[int, int]] = {}  # of the prompt and of the answer, by index
         self._others = others
         self._arrived_at = arrived_at
-        self._first_at = time.monotonic()
-        self._last_at = {first.index: self._first_at}
+        self._first_at = first.first_at or time.monotonic()
+        self._last_at: dict[int, float] = {}
         self._statistics = statistics
         self.facts = facts
+        self._count(first, 0 if first.first_at else len(first.token_ids))
         statistics.first_token.add(self._first_at - arrived_at)
         note("gen_ai.latency.time_to_first_token", self._first_at - arrived_at)
 
@@ -147,12 +146,18 @@ class Answer:
         except StopAsyncIteration:
             self._end()
             raise
-        now = time.monotonic()
-        if count := len(last.token_ids):
-            self._statistics.inter_token.add((now - self._last_at.get(last.index, self._first_at)) / count, count)
-        self._last_at[last.index] = now
-        self._tokens[last.index] = last.prompt_tokens, last.completion_tokens
+        self._count(last)
         return last
+
+    def _count(self, piece: GenerateReply, without: int = 0) -> None:
+        """Counts the tokens of a piece, and the times between them, but for so many that have none before them."""
+        now, before = time.monotonic(), self._last_at.get(piece.index, self._first_at)
+        if piece.first_at:
+            before, without = piece.first_at, 1
+        if (count := len(piece.token_ids) - without) > 0:
+            self._statistics.inter_token.add((now - before) / count, count)
+        self._last_at[piece.index] = now
+        self._tokens[piece.index] = piece.prompt_tokens, piece.completion_tokens
 
     def _end(self) -> None:
         self._count_tokens()

@@ -70,7 +70,7 @@ class AnswerStatistics:
     """A frontend's answers and embeddings; times in seconds.
 
     Attributes:
-        first_token: from the end of a request's body to the first part of its answer.
+        first_token: from the end of a request's body to the first token of its answer, or the first part that was sent.
         inter_token: between two tokens of an answer.
         whole: from the end of a request's body to the last part of its answer.
         success: answers by the reason why they ended.

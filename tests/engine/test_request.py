@@ -238,6 +238,30 @@ async def test_of_an_answer_that_is_not_streamed_the_first_piece_comes_at_once_a
     assert lists == [[1], [2], [3], [4], [5]], "they may be the executor's"
 
 
+async def test_a_short_answer_without_media_that_is_not_streamed_is_one_message(ask: Any) -> None:
+    exchange = await ask(GenerateRequest([], stream=False), GenerateReply)
+    before = time.monotonic()
+    exchange.request._send_at = before + 60  # however busy the machine is
+    for number in range(1, 6):
+        assert exchange.request.deliver(piece(number, "stop" if number == 5 else None), finished=number == 5) is None
+    await exchange.task
+    [whole] = exchange.replies
+    assert (whole.token_ids, whole.completion_tokens, whole.finish_reason) == ([1, 2, 3, 4, 5], 5, "stop")
+    assert before <= whole.first_at <= time.monotonic(), "when its first token came"
+
+
+async def test_the_first_piece_of_an_answer_that_takes_longer_does_not_wait_for_it(ask: Any, eventually: Any) -> None:
+    exchange = await ask(GenerateRequest([], stream=False), GenerateReply)
+    assert 0 < exchange.request._send_at - exchange.request.arrived_at < 1
+    exchange.request._send_at = time.monotonic()
+    exchange.request.deliver(piece(1), finished=False)
+    await eventually(lambda: len(exchange.replies) == 1)
+    exchange.request.deliver(piece(2), finished=False)
+    exchange.request.deliver(piece(3, "stop"), finished=True)
+    await exchange.task
+    assert [(reply.token_ids, reply.first_at > 0) for reply in exchange.replies] == [([1], True), ([2, 3], False)]
+
+
 async def test_an_answer_that_is_not_streamed_is_sent_once_a_second(ask: Any, eventually: Any) -> None:
     """Its tokens are counted also if its caller hangs up."""
     exchange = await ask(GenerateRequest([], stream=False), GenerateReply)
@@ -254,7 +278,7 @@ async def test_an_answer_that_is_not_streamed_is_sent_once_a_second(ask: Any, ev
 
 
 async def test_answers_that_are_not_streamed_are_joined_each_for_itself(ask: Any) -> None:
-    exchange = await ask(GenerateRequest([], sampling=SamplingParams(n=3), stream=False), GenerateReply)
+    exchange = await ask(GenerateRequest([], [PICTURE], SamplingParams(n=3), stream=False), GenerateReply)
     for number in (1, 2, 3):
         for index in range(3):
             one = piece(number, "stop" if number == 3 else None)
