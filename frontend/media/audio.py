@@ -16,13 +16,14 @@ Invariant: whatever the bytes are, :class:`MediaError` is all that comes out, an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from fractions import Fraction
 from typing import Protocol
 
 import av
-import av.container
 import av.error
 import numpy as np
 from av.audio.frame import AudioFrame
@@ -31,11 +32,25 @@ from av.audio.stream import AudioStream
 from numpy.typing import NDArray
 
 from shmring.engine.inputs import SoundSpec
-from shmring.frontend.media.container import SOUND_DECODERS, OpenFile, missing_of, opened, prepare_decoder, tracks
-from shmring.frontend.media.damage import Shortfall, accepted_shortfall, missing_packets
+from shmring.frontend.media.container import (
+    SOUND_DECODERS,
+    OpenFile,
+    media_errors,
+    missing_of,
+    missing_pieces,
+    opened,
+    packets_of,
+    prepare_decoder,
+    split,
+    track_of_piece,
+    tracks,
+)
+from shmring.frontend.media.damage import Shortfall, accepted_shortfall, joined, largest, missing_packets
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.mel import LogMelWriter, num_mel_frames
 from shmring.frontend.media.options import MediaLimits
+from shmring.frontend.media.pieces import Piece
+from shmring.frontend.media.seams import Seams, max_gap_s
 
 __all__ = ["DecodedSound", "SoundHeader", "decode_into", "probe"]
 
@@ -60,7 +75,7 @@ class SoundHeader:
         num_samples: at most, at ``sample_rate``.
         sample_rate: of what is decoded, in Hz.
         mel_bands: of the spectrogram; None: a waveform is wanted.
-        track: the number of its stream.
+        tracks: the number of its stream in each piece of its file; None: the piece can't be read.
         shortfalls: what of it is missing, so far as is known before it is decoded.
         max_missing_share: how much may be.
     """
@@ -68,7 +83,7 @@ class SoundHeader:
     num_samples: int
     sample_rate: int
     mel_bands: int | None
-    track: int = 0
+    tracks: tuple[int | None, ...] = (0,)
     shortfalls: tuple[Shortfall, ...] = ()
     max_missing_share: float = MediaLimits.max_missing_share
 
@@ -110,29 +125,30 @@ def probe(data: bytes, spec: SoundSpec, limits: MediaLimits) -> SoundHeader:
         raise MediaError(f"the recording takes {len(data)} bytes, more than the {limits.max_audio_nbytes} that are accepted")
     if not data:
         raise MediaError("the recording is empty: it has no bytes")
+    pieces = split(data)
     number = 0
     while True:  # a track may be there and hold nothing
-        with opened(data, "recording", SOUND_DECODERS, limits.max_frame_pixels) as file:
+        survey = _Survey(limits)
+        with opened(pieces[0], "recording", SOUND_DECODERS, limits.max_frame_pixels) as file:
             candidates = _tracks(file)
             stream = candidates[number]
             is_last = number + 1 == len(candidates)
             if not (is_last or stream.codec_context.sample_rate):  # libav found nothing of it to decode
                 number += 1
                 continue
-            prepare_decoder(stream, limits.max_frame_pixels)
-            _check_format(stream.codec_context.sample_rate, stream.codec_context.layout.nb_channels)
-            duration_s, end_s = _packets_duration(file.container, stream, limits.max_audio_duration_s)
-            shortfalls = [*file.shortfalls, *missing_of(file, stream, data, "recording", SOUND_DECODERS, end_s)]
-            track = stream.index
-        if duration_s > 0 or is_last:
+            survey.read(file, stream)
+        if survey.duration_s > 0 or is_last:
             break
         number += 1
+    for piece in pieces[1:]:
+        survey.read_further(piece)
+    shortfalls = survey.all_shortfalls(pieces)
     accepted_shortfall("recording", shortfalls, limits.max_missing_share)
     return SoundHeader(
-        num_samples=math.ceil((duration_s + _SLACK_S) * spec.sample_rate),
+        num_samples=math.ceil((survey.duration_s + _SLACK_S * len(pieces)) * spec.sample_rate),
         sample_rate=spec.sample_rate,
         mel_bands=spec.mel_bands if spec.form == "log_mel" else None,
-        track=track,
+        tracks=tuple(survey.tracks),
         shortfalls=tuple(shortfalls),
         max_missing_share=limits.max_missing_share,
     )
@@ -155,9 +171,8 @@ def decode_into(data: bytes, header: SoundHeader, target: NDArray[np.float32]) -
     writer = LogMelWriter(target, header.sample_rate) if header.mel_bands is not None else _WaveformWriter(target)
     num_samples = 0
     counts = _PacketCounts()
-    with opened(data, "recording", SOUND_DECODERS, MediaLimits().max_frame_pixels) as file:
-        stream = _track(file, header.track)
-        for frame in _resampled(_frames(file.container, stream, counts), header.sample_rate):
+    with media_errors("recording"), contextlib.closing(_frames(data, header, counts)) as frames:
+        for frame in _resampled(frames, header.sample_rate):
             samples = frame.to_ndarray()[0]
             num_samples += len(samples)
             if num_samples > header.num_samples:
@@ -234,44 +249,106 @@ def _check_format(sample_rate: int, channels: int) -> None:
         raise MediaError(f"the recording has {channels} channels; 1 to {_MAX_CHANNELS} are accepted")
 
 
-def _packets_duration(
-    container: av.container.InputContainer, stream: AudioStream, max_duration_s: float
-) -> tuple[float, float]:
-    """Returns how many seconds of sound the packets hold, at most, and when the last of them ends."""
-    time_base = stream.time_base
-    if time_base is None:
-        raise MediaError("the recording is damaged: it has no unit of time")
-    max_duration = int(max_duration_s / time_base)
-    total, complete = 0, True
-    first: int | None = None
-    last = 0
-    for number, packet in enumerate(container.demux(stream)):
-        if number > _MAX_PACKETS:
-            raise MediaError(f"the recording has more than the {_MAX_PACKETS} packets that are accepted")
-        if not packet.size:
+class _Survey:
+    """Reads packets without decoding them.
+
+    Attributes:
+        duration_s: how many seconds of sound there are, at most.
+        tracks: the recording's, in each piece.
+    """
+
+    def __init__(self, limits: MediaLimits) -> None:
+        self.duration_s = 0.0
+        self.tracks: list[int | None] = []
+        self._limits = limits
+        self._seams: Seams | None = None
+        self._time_base = Fraction(1)
+        self._num_packets = 0
+        self._shortfalls: list[Shortfall] = []
+        self._unread: list[tuple[Piece, MediaError]] = []
+
+    def all_shortfalls(self, pieces: list[Piece]) -> list[Shortfall]:
+        """Returns what is missing."""
+        missing = [*self._shortfalls, *missing_pieces(pieces, self._unread)]
+        return [*largest(missing), *joined(self._seams.times_s if self._seams else [])]
+
+    def read(self, file: OpenFile, stream: AudioStream) -> None:
+        """Reads a piece."""
+        limits = self._limits
+        prepare_decoder(stream, limits.max_frame_pixels)
+        _check_format(stream.codec_context.sample_rate, stream.codec_context.layout.nb_channels)
+        end_s = self._read_packets(file, stream)
+        missing = missing_of(file, stream, "recording", SOUND_DECODERS, end_s, limits.max_audio_duration_s)
+        self._shortfalls += [*file.shortfalls, *missing]
+        self.tracks.append(stream.index)
+
+    def read_further(self, piece: Piece) -> None:
+        """Reads a piece that is not the first; if that is impossible, it is missing."""
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(opened(piece, "recording", SOUND_DECODERS, self._limits.max_frame_pixels))
+                stream = track_of_piece(_tracks(file), self.tracks[0])
+            except MediaError as error:
+                self.tracks.append(None)
+                self._unread.append((piece, error))
+                return
+            self.read(file, stream)
+
+    def _read_packets(self, file: OpenFile, stream: AudioStream) -> float:
+        """Adds up how long the packets last; returns when the last of them ends."""
+        time_base, longest_s = stream.time_base, self._limits.max_audio_duration_s
+        if time_base is None:
+            raise MediaError("the recording is damaged: it has no unit of time")
+        if self._seams is None:
+            self._time_base = time_base
+            self._seams = Seams(time_base, max_gap_s(file.demuxer, longest_s))
+        unit = time_base / self._time_base
+        before_s = self._seams.length_s()
+        max_total = int((longest_s - self.duration_s) / time_base)
+        total, complete = 0, True
+        first: int | None = None
+        last = 0
+        for packet in packets_of(file, stream):
+            self._num_packets += 1
+            if self._num_packets > _MAX_PACKETS:
+                raise MediaError(f"the recording has more than the {_MAX_PACKETS} packets that are accepted")
+            if not packet.size:
+                continue
+            duration = max(packet.duration or 0, 0)
+            total += duration
+            complete = complete and duration > 0
+            if (position := packet.pts) is not None:
+                first = position if first is None else min(first, position)
+                last = max(last, position + duration)
+                if unit != 1:
+                    position, duration = round(position * unit), round(duration * unit)
+                self._seams.add(position, duration, is_keyframe=False, decoded=position)
+            if total > max_total:
+                raise _too_long(longest_s)
+        length_s = float(total * time_base)
+        if not complete:  # some packets do not say how long they last
+            length_s = max(length_s, self._seams.length_s() - before_s)
+        self.duration_s += length_s
+        if self.duration_s > longest_s:
+            raise _too_long(longest_s)
+        return max(length_s, float((last - min(first or 0, 0)) * time_base))
+
+
+def _too_long(longest_s: float) -> MediaError:
+    return MediaError(f"the recording is longer than the {longest_s:g} s that are accepted")
+
+
+def _frames(data: bytes, header: SoundHeader, counts: _PacketCounts) -> Generator[AudioFrame]:
+    for piece, index in zip(split(data), header.tracks, strict=True):
+        if index is None:
             continue
-        duration = max(packet.duration or 0, 0)
-        total += duration
-        complete = complete and duration > 0
-        if packet.pts is not None:
-            first = packet.pts if first is None else min(first, packet.pts)
-            last = max(last, packet.pts + duration)
-        if total > max_duration:
-            raise MediaError(f"the recording is longer than the {max_duration_s:g} s that are accepted")
-    if not complete and first is not None:
-        total = max(total, last - first)  # some packets do not say how long they last
-    if total > max_duration:
-        raise MediaError(f"the recording is longer than the {max_duration_s:g} s that are accepted")
-    return float(total * time_base), float(max(total, last - min(first or 0, 0)) * time_base)
-
-
-def _frames(container: av.container.InputContainer, stream: AudioStream, counts: _PacketCounts) -> Iterator[AudioFrame]:
-    for packet in container.demux(stream):  # the last one is empty, and gets out what the decoder still has
-        counts.total += packet.size > 0
-        try:
-            yield from packet.decode()
-        except av.error.InvalidDataError:
-            counts.damaged += 1
+        with opened(piece, "recording", SOUND_DECODERS, MediaLimits().max_frame_pixels) as file:
+            for packet in packets_of(file, _track(file, index)):
+                counts.total += packet.size > 0
+                try:
+                    yield from packet.decode()
+                except av.error.InvalidDataError:
+                    counts.damaged += 1
 
 
 def _resampled(frames: Iterator[AudioFrame], sample_rate: int) -> Iterator[AudioFrame]:

@@ -26,12 +26,15 @@ import av.container
 import av.error
 import av.stream
 from av.audio.stream import AudioStream
+from av.packet import Packet
 from av.stream import Disposition
 from av.video.stream import VideoStream
 
 from shmring.frontend.media.damage import Shortfall, missing_end, missing_s, promised_s
 from shmring.frontend.media.errors import MediaError
-from shmring.frontend.media.mp4 import beginning_of, check_tables, missing_samples, whole_part
+from shmring.frontend.media.fragments import lost_fragments
+from shmring.frontend.media.mp4 import beginning_of, check_tables, missing_samples, whole_part, why_unreadable
+from shmring.frontend.media.pieces import Piece, pieces_of
 from shmring.frontend.media.riff import wav_sizes
 from shmring.frontend.media.signatures import demuxer_of, is_still_picture
 
@@ -42,8 +45,12 @@ __all__ = [
     "coded_sizes",
     "media_errors",
     "missing_of",
+    "missing_pieces",
     "opened",
+    "packets_of",
     "prepare_decoder",
+    "split",
+    "track_of_piece",
     "tracks",
 ]
 
@@ -90,13 +97,15 @@ class OpenFile:
     Attributes:
         container: of libav.
         demuxer: libav's name of it.
-        data: the file, as libav reads it.
+        piece: what was opened.
+        data: its bytes, as libav reads them.
         is_whole: an MP4 is not cut off, so far as its boxes say.
         shortfalls: what is missing by the file's own sizes.
     """
 
     container: av.container.InputContainer
     demuxer: str
+    piece: Piece
     data: memoryview
     is_whole: bool
     shortfalls: list[Shortfall]
@@ -121,12 +130,26 @@ def media_errors(what: str) -> Iterator[None]:
         raise MediaError(f"the {what} is damaged: {type(error).__name__}") from error
 
 
+def split(data: bytes) -> list[Piece]:
+    """Returns the pieces of a file, one or more, each to be opened by itself (:mod:`shmring.frontend.media.pieces`).
+
+    Raises:
+        MediaError: they are too many.
+    """
+    tags_nbytes = _tags_nbytes(data)
+    view = memoryview(data)[tags_nbytes:]
+    demuxer, start = demuxer_of(view)
+    if tags_nbytes and demuxer not in _TAGGED:
+        demuxer, start = "mp3", 0  # what else has such tags; its demuxer also looks for a beginning further on
+    return pieces_of(view[start:], demuxer)
+
+
 @contextlib.contextmanager
-def opened(data: bytes, what: str, decoders: frozenset[str], max_frame_pixels: int) -> Iterator[OpenFile]:
+def opened(piece: Piece, what: str, decoders: frozenset[str], max_frame_pixels: int) -> Iterator[OpenFile]:
     """Opens a file's container.
 
     Args:
-        data: the file.
+        piece: the file, or a piece of it.
         what: "recording" or "clip", for errors.
         decoders: that may be used.
         max_frame_pixels: frames that are larger are not decoded.
@@ -134,12 +157,7 @@ def opened(data: bytes, what: str, decoders: frozenset[str], max_frame_pixels: i
     Raises:
         MediaError: it is in no format that is accepted, or damaged.
     """
-    tags_nbytes = _tags_nbytes(data)
-    view = memoryview(data)[tags_nbytes:]
-    demuxer, start = demuxer_of(view)
-    if tags_nbytes and demuxer not in _TAGGED:
-        demuxer, start = "mp3", 0  # what else has such tags; its demuxer also looks for a beginning further on
-    view = view[start:]
+    demuxer, view = piece.demuxer, piece.data()
     options = {
         "codec_whitelist": ",".join(sorted(decoders)),
         **_NO_PROTOCOLS,
@@ -151,9 +169,9 @@ def opened(data: bytes, what: str, decoders: frozenset[str], max_frame_pixels: i
         **_decoder_options(max_frame_pixels),
     }
     shortfalls: list[Shortfall] = []
-    is_whole = True
+    whole, is_whole = view, True
     if demuxer == "mov":
-        view = view[beginning_of(view) :]
+        whole = view = view[beginning_of(view) :]
         view, is_whole = whole_part(view)
         check_tables(view)
     elif demuxer == "wav":
@@ -181,14 +199,14 @@ def opened(data: bytes, what: str, decoders: frozenset[str], max_frame_pixels: i
         except (av.error.ArgumentError, av.error.InvalidDataError):
             if demuxer is None:  # libav found something else, or nothing
                 raise refused from None
-            if not is_whole:
-                raise MediaError(
-                    f"the {what} is truncated: it is an MP4 without its index, which is at its end. Send the whole file"
-                ) from None
+            if demuxer == "mov":
+                raise MediaError(f"the {what} is {why_unreadable(whole)}") from None
             raise
         with container:
+            if demuxer == "mov" and not (container.streams.video or container.streams.audio or container.streams.subtitles):
+                raise MediaError(f"the {what} is {why_unreadable(whole)}")
             name = container.format.name.split(",")[0]
-            yield OpenFile(container=container, demuxer=name, data=view, is_whole=is_whole, shortfalls=shortfalls)
+            yield OpenFile(container=container, demuxer=name, piece=piece, data=view, is_whole=is_whole, shortfalls=shortfalls)
 
 
 def tracks(streams: Sequence[_Stream], what: str, decoders: frozenset[str], demuxer: str) -> list[_Stream]:
@@ -208,6 +226,25 @@ def tracks(streams: Sequence[_Stream], what: str, decoders: frozenset[str], demu
     return sorted(accepted, key=lambda stream: not stream.disposition & Disposition.default)
 
 
+def track_of_piece(candidates: list[_Stream], index: int | None) -> _Stream:
+    """Returns the track of a further piece: the one with the number that it has in the first, or else the first one."""
+    return next((stream for stream in candidates if stream.index == index), candidates[0])
+
+
+def missing_pieces(pieces: Sequence[Piece], unread: Sequence[tuple[Piece, MediaError]]) -> list[Shortfall]:
+    """Returns what is missing where some pieces of a file can't be read.
+
+    Args:
+        pieces: all of them.
+        unread: those, and why.
+    """
+    if not unread:
+        return []
+    total, missing = sum(piece.nbytes for piece in pieces), sum(piece.nbytes for piece, _ in unread)
+    cause = f"are in {len(unread)} of its {len(pieces)} parts, which can't be read ({unread[0][1]})"
+    return [Shortfall(missing=missing, promised=total, unit="bytes", cause=cause)]
+
+
 def prepare_decoder(stream: AudioStream | VideoStream, max_frame_pixels: int) -> None:
     """Makes a stream ready to be decoded, alone: packets of the others are not even read."""
     for other in stream.container.streams:
@@ -217,33 +254,47 @@ def prepare_decoder(stream: AudioStream | VideoStream, max_frame_pixels: int) ->
     stream.codec_context.options = _decoder_options(max_frame_pixels)
 
 
+def packets_of(file: OpenFile, stream: _Stream) -> Iterator[Packet[_Stream]]:
+    """Yields the packets of a track; at last an empty one, which gets out what its decoder still has."""
+    # PyAV ends with an empty packet for each stream, and does not know those that libav has found on the way: they come last.
+    with contextlib.suppress(IndexError):
+        yield from file.container.demux(stream)
+
+
 def missing_of(
-    file: OpenFile, stream: AudioStream | VideoStream, data: bytes, what: str, decoders: frozenset[str], end_s: float
+    file: OpenFile,
+    stream: AudioStream | VideoStream,
+    what: str,
+    decoders: frozenset[str],
+    end_s: float,
+    max_duration_s: float,
 ) -> list[Shortfall]:
     """Compares what a file promises of a track with where its packets end.
 
     Args:
         file: open; all its packets have been read.
         stream: the track.
-        data: the file.
         what: "recording" or "clip".
         decoders: that may be used.
         end_s: when the track's last packet ends.
+        max_duration_s: that is accepted: a longer one is no promise.
     """
     if file.demuxer == "mov" and not file.is_whole:
         return missing_samples(stream, len(file.data))
-    promised = promised_s(file.container, stream, file.data)
+    promised = promised_s(file.container, stream, file.data, max_duration_s)
+    if file.demuxer == "mov":
+        return missing_s(promised, end_s) + lost_fragments(file.piece.fragments, file.piece.moved, stream)
     if file.demuxer != "matroska":
         return missing_s(promised, end_s)
     # Its duration is that of the longest track. And libav passes over what is damaged without a word, up to the next cluster.
-    last_end_s, lost_s = _survey(data, what, decoders, stream.index)
+    last_end_s, lost_s = _survey(file.piece, what, decoders, stream.index)
     missing = missing_s(promised, max(end_s, last_end_s))
     if lost_s > 0:
         missing.append(Shortfall(missing=lost_s, promised=promised or last_end_s, unit="s", cause="are missing in the middle"))
     return missing
 
 
-def _survey(data: bytes, what: str, decoders: frozenset[str], track: int) -> tuple[float, float]:
+def _survey(piece: Piece, what: str, decoders: frozenset[str], track: int) -> tuple[float, float]:
     """Goes through the packets of all tracks: when the last of them ends, and how much of one track is lost in between.
 
     It is lost where bytes were passed over that are more than what stands between two packets, and time with them.
@@ -253,8 +304,8 @@ def _survey(data: bytes, what: str, decoders: frozenset[str], track: int) -> tup
     track_end_s: float | None = None
     num_packets = num_passed_over = 0
     is_passed_over = False
-    with opened(data, what, decoders, 1) as file:
-        for packet in file.container.demux():
+    with opened(piece, what, decoders, 1) as file:
+        for packet in file.container.demux():  # Matroska has all its tracks in its head
             if not packet.size or packet.pts is None or not packet.time_base or packet.pos is None:
                 continue
             num_packets += 1

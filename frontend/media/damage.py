@@ -3,13 +3,14 @@
 A file promises something: a number of bytes, samples, frames or rows. This promise is compared with the part that could be
 read. Each format says in its own way how much there is:
 
-===================================  ==========================================================
-WAV                                  bytes of samples; sizes that mean "written to a pipe" are no promise
-MP4, QuickTime                       the samples that its index lists, or that its fragments do
-Matroska, WebM                       the duration, if a track should reach it; and that all bytes belong to packets MP3
-the frames that its first one counts (``Xing``, ``Info``, ``VBRI``) FLAC, AIFF, CAF, AVI                 samples or frames, in
-the header JPEG, PNG, BMP, GIF                  rows
-===================================  ==========================================================
+=======================  ==================================================================
+WAV                      bytes of samples; sizes that mean "written to a pipe" are no promise
+MP4, QuickTime           the samples that its index lists, or its fragments do
+Matroska, WebM           the duration, and that all bytes belong to packets
+MP3                      the frames that its first one counts (``Xing``, ``Info``, ``VBRI``)
+FLAC, AIFF, CAF, AVI     samples or frames, in the header
+JPEG, PNG, BMP, GIF      rows
+=======================  ==================================================================
 
 Ogg, AAC, MPEG-TS and MP3s without such a frame promise nothing: the bytes that are there count as the whole. An Ogg and a GIF
 at least mark their end, so a missing end is noticed. Besides, packets that can't be decoded are left out and counted.
@@ -35,6 +36,8 @@ __all__ = [
     "TOLERATED_PACKETS",
     "Shortfall",
     "accepted_shortfall",
+    "joined",
+    "largest",
     "missing_end",
     "missing_packets",
     "missing_s",
@@ -47,6 +50,8 @@ TOLERATED_PACKETS = 2
 
 # Durations in headers count silence that decoders leave out, and are rounded to frames: 80 ms for Opus, 46 for AAC.
 _ROUNDING_S = 0.1
+_SHOWN_SEAMS = 3
+_MAX_TOLD = 4
 _MP3_HEAD_NBYTES = 4096  # its first frame, which has 1441 at most, and some padding before
 
 
@@ -60,6 +65,7 @@ class Shortfall:
         unit: what it is counted in, such as ``"s"`` or ``"rows"``.
         cause: why; empty if the file ends early.
         tolerated: how much of it is not counted when shares are compared.
+        is_damage: nothing need be missing if not, but the medium is not what its file says.
     """
 
     missing: float
@@ -67,6 +73,7 @@ class Shortfall:
     unit: str
     cause: str = ""
     tolerated: float = 0.0
+    is_damage: bool = True
 
     @property
     def share(self) -> float:
@@ -101,18 +108,36 @@ def accepted_shortfall(noun: str, shortfalls: Sequence[Shortfall], max_share: fl
             f"the {noun} is damaged or truncated: {worst}; at most {100 * max_share:g} % may be missing (max_missing_share). "
             "Send the whole file, or save it again as far as it can be read"
         )
-    return f"the {noun} is damaged or truncated: {'; '.join(dict.fromkeys(map(str, shortfalls)))}"
+    is_damaged = any(shortfall.is_damage for shortfall in shortfalls)
+    said = "is damaged or truncated" if is_damaged else "is not as its file says"
+    return f"the {noun} {said}: {'; '.join(dict.fromkeys(map(str, shortfalls)))}"
+
+
+def largest(shortfalls: Sequence[Shortfall]) -> list[Shortfall]:
+    """Returns those that are told, if each part of a joined file has some of its own."""
+    told = list(dict.fromkeys(shortfalls))
+    return told if len(told) <= _MAX_TOLD else sorted(told, key=lambda shortfall: -shortfall.share)[:_MAX_TOLD]
 
 
 def promised_s(
-    container: av.container.InputContainer, stream: AudioStream | VideoStream, data: bytes | memoryview
+    container: av.container.InputContainer, stream: AudioStream | VideoStream, data: bytes | memoryview, max_duration_s: float
 ) -> float | None:
     """Returns how many seconds a track should have, as its file says it; None: it does not say so.
+
+    What would be longer than what is accepted is said by nobody who knows it: programs that write to a pipe put a large number
+    where the length belongs.
 
     libav returns a duration for all files. For some it is a guess from the bytes that are there, which is no promise. The
     tables of an MP4 say more (:func:`shmring.frontend.media.mp4.missing_samples`), and so do the sizes in a WAV file
     (:func:`shmring.frontend.media.riff.wav_sizes`).
     """
+    promised = _said_s(container, stream, data)
+    return promised if promised is not None and promised <= max_duration_s else None
+
+
+def _said_s(
+    container: av.container.InputContainer, stream: AudioStream | VideoStream, data: bytes | memoryview
+) -> float | None:
     demuxer = container.format.name.split(",")[0]
     if demuxer == "matroska":
         return container.duration / 1e6 if container.duration else None
@@ -146,11 +171,24 @@ def missing_s(promised: float | None, read_s: float) -> list[Shortfall]:
     return [Shortfall(missing=promised - read_s, promised=promised, unit="s")]
 
 
-def missing_packets(damaged: int, total: int, unit: str) -> list[Shortfall]:
-    """Counts what can't be decoded."""
+def joined(seams_s: Sequence[float]) -> list[Shortfall]:
+    """Says that a file was joined, and where.
+
+    Args:
+        seams_s: of its parts, in seconds of what came before.
+    """
+    if not seams_s:
+        return []
+    places = ", ".join(f"{time_s:.2f} s" for time_s in seams_s[:_SHOWN_SEAMS])
+    more = f" and {len(seams_s) - _SHOWN_SEAMS} more" if len(seams_s) > _SHOWN_SEAMS else ""
+    cause = f"its times begin anew at {places}{more}; its {len(seams_s) + 1} parts follow each other as they are stored"
+    return [Shortfall(missing=0, promised=0, unit="", cause=cause, is_damage=False)]
+
+
+def missing_packets(damaged: int, total: int, unit: str, cause: str = "can't be decoded") -> list[Shortfall]:
+    """Counts what can't be decoded, or is damaged in another way."""
     if not damaged:
         return []
-    cause = "can't be decoded"
     return [Shortfall(missing=damaged, promised=total, unit=unit, cause=cause, tolerated=TOLERATED_PACKETS)]
 
 

@@ -24,7 +24,7 @@ from shmring.frontend.media.damage import Shortfall
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.signatures import boxes
 
-__all__ = ["beginning_of", "check_tables", "missing_samples", "whole_part"]
+__all__ = ["beginning_of", "check_tables", "missing_samples", "whole_part", "why_unreadable"]
 
 # Ten minutes of 240 frames and 94 blocks of sound a second are 200 000. Their index takes 12 MB.
 _MAX_SAMPLES = 500_000
@@ -35,6 +35,7 @@ _MIN_EDIT_NBYTES = 12
 _SAMPLES_OF_AN_ENTRY = 1024
 
 _NAMES = re.compile(b"trak|stsz|stz2|stts|stsc|stco|co64|elst|trun|soun|cmov|senc|saiz|saio")
+_INDEX = re.compile(b"moov.{4,256}?(?:mvhd|trak|tkhd|mdia)|trak.{4,256}?(?:tkhd|mdia)", re.DOTALL)
 _ENCRYPTED = "encrypted MP4 files are not accepted"
 _REFUSED = {
     b"cmov": "MP4 files with a compressed header are not accepted",
@@ -133,6 +134,21 @@ def whole_part(data: memoryview) -> tuple[memoryview, bool]:
     if end <= len(data):
         return data, True
     return (data[:start] if name in (b"moof", b"sidx", b"styp") else data), False
+
+
+def why_unreadable(data: memoryview) -> str:
+    """Returns what is the matter with a file that libav does not read, or finds no tracks in."""
+    name, end = b"", 0
+    for _, name, end in boxes(data):  # noqa: B007 (the last one counts)
+        pass
+    is_cut = end > len(data)
+    if _INDEX.search(data):
+        damage = "damaged or truncated" if is_cut and name == b"moov" else "damaged"
+        return f"{damage}: the index of the MP4 can't be read"
+    if is_cut:
+        return "truncated: it is an MP4 without its index, which is at its end. Send the whole file"
+    damage = "damaged or truncated" if name == b"mdat" else "damaged"
+    return f"{damage}: it is an MP4 without an index"
 
 
 def missing_samples(stream: AudioStream | VideoStream, file_nbytes: int) -> list[Shortfall]:

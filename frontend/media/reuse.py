@@ -39,7 +39,7 @@ from shmring.frontend.settings import FrontendSettings
 __all__ = ["Held", "Reuse", "keys_of"]
 
 #: Raise it when a decoder makes something else of the same file.
-_PREPARATION = 2
+_PREPARATION = 3
 _DECODERS = ("pillow", "pillow-heif", "av", "numpy")
 
 # Hashing so much takes 0.15 ms, or 0.4 ms on a processor without instructions for it; to wake a thread for it, and then the

@@ -20,10 +20,13 @@ Invariant: with any bytes, the only error that is raised is :class:`MediaError`.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
+import math
 import struct
 from collections.abc import Iterator, Mapping
-from typing import cast
+from fractions import Fraction
+from typing import NamedTuple, cast
 
 import av
 import av.container
@@ -39,11 +42,24 @@ from numpy.typing import NDArray
 
 from shmring.engine.inputs import VideoSpec
 from shmring.frontend.media.animation import decode_frames, probe_frames
-from shmring.frontend.media.container import VIDEO_DECODERS, OpenFile, missing_of, opened, prepare_decoder, tracks
-from shmring.frontend.media.damage import Shortfall, accepted_shortfall, missing_packets
+from shmring.frontend.media.container import (
+    VIDEO_DECODERS,
+    OpenFile,
+    missing_of,
+    missing_pieces,
+    opened,
+    packets_of,
+    prepare_decoder,
+    split,
+    track_of_piece,
+    tracks,
+)
+from shmring.frontend.media.damage import Shortfall, accepted_shortfall, joined, largest, missing_packets
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
 from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
+from shmring.frontend.media.pieces import Piece
+from shmring.frontend.media.seams import max_gap_s
 from shmring.frontend.media.signatures import demuxer_of
 from shmring.frontend.media.timeline import Selection, Timeline
 
@@ -55,6 +71,10 @@ _TRUSTED_KEYFRAMES = ("mov", "matroska")
 # These formats store frames at a constant rate, without timestamps. libav invents some, which are wrong if frames refer to
 # later ones.
 _WITHOUT_TIMESTAMPS = ("avi",)
+# These formats store when each packet is decoded; for others, libav guesses it.
+_WITH_DECODING_TIMES = ("mpegts",)
+# In these formats, a packet that is marked as corrupt may be whole, and the next one be in part: it is decoded like others.
+_WITH_SUSPECTS = ("mpegts",)
 
 _MIN_GIF_DURATION = 2  # hundredths of a second; browsers show shorter frames for ten
 _SHORT_GIF_DURATION = 10
@@ -66,7 +86,11 @@ _SCALING = Interpolation.BICUBIC | Interpolation.FULL_CHR_H_INT
 
 _WHITE = (255, 255, 255)
 _HARMLESS_PIXELS = 2_000_000_000  # to decode: one to four seconds of a core
+_MAX_PARTS = 1000  # each is a part of a recording, and takes 15 bytes of what decoders are told
+_MAX_SHIFT = 1 << 62
 _MAX_UNDECODABLE = 600  # packets before the first frame: a clip that was cut out of another has up to 10 s of them
+
+_MAX_TILT_DEGREES = 1.0  # less is rounding
 
 # Display matrices that only turn and mirror, by the signs of a, b, c, d (x' = a x + c y, y' = b x + d y), as EXIF numbers them.
 _ORIENTATIONS = {
@@ -81,6 +105,18 @@ _ORIENTATIONS = {
 }
 
 
+class PieceTrack(NamedTuple):
+    """The track in a piece of the file.
+
+    Attributes:
+        stream: its number; None: the piece can't be read.
+        first_packet: the number of its first packet.
+    """
+
+    stream: int | None
+    first_packet: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClipHeader:
     """What a clip will be decoded to.
@@ -90,7 +126,8 @@ class ClipHeader:
         orientation: EXIF's number for how they are turned; 1 is as stored.
         selection: which frames.
         max_frame_pixels: of a frame as it is stored.
-        track: the number of its stream.
+        tracks: the clip's, in each piece of its file.
+        time_base: seconds of one unit of time in the first piece.
         shortfalls: the missing parts, as far as they are known before decoding.
         max_missing_share: how much may be.
         is_animation: it is a picture that moves, and :mod:`shmring.frontend.media.animation` decodes it.
@@ -101,7 +138,8 @@ class ClipHeader:
     orientation: int
     selection: Selection
     max_frame_pixels: int
-    track: int = 0
+    tracks: tuple[PieceTrack, ...] = ()
+    time_base: Fraction = Fraction(1)
     shortfalls: tuple[Shortfall, ...] = ()
     max_missing_share: float = MediaLimits.max_missing_share
     is_animation: bool = False
@@ -157,13 +195,14 @@ def probe(data: bytes, spec: VideoSpec, limits: MediaLimits, io_kwargs: MediaIoK
             max_frame_pixels=limits.max_frame_pixels,
             is_animation=True,
         )
+    pieces = split(data)
     number = 0
     while True:  # a track may be there and hold nothing that can be decoded
-        with opened(data, "clip", VIDEO_DECODERS, limits.max_frame_pixels) as file:
-            candidates = tracks(file.container.streams.video, "clip", VIDEO_DECODERS, file.container.format.name)
+        with opened(pieces[0], "clip", VIDEO_DECODERS, limits.max_frame_pixels) as file:
+            candidates = _tracks(file)
             is_last = number + 1 == len(candidates)
             try:
-                return _probe_track(data, file, candidates[number], num_frames, spec, limits, io_kwargs)
+                return _probe_track(pieces, file, candidates[number], num_frames, spec, limits, io_kwargs)
             except _NothingDecodableError:
                 if is_last:
                     raise
@@ -174,8 +213,12 @@ class _NothingDecodableError(MediaError):
     """A track has no frame that can be decoded."""
 
 
+def _tracks(file: OpenFile) -> list[VideoStream]:
+    return tracks(file.container.streams.video, "clip", VIDEO_DECODERS, file.container.format.name)
+
+
 def _probe_track(
-    data: bytes,
+    pieces: list[Piece],
     file: OpenFile,
     stream: VideoStream,
     num_frames: int,
@@ -183,29 +226,35 @@ def _probe_track(
     limits: MediaLimits,
     io_kwargs: MediaIoKwargs,
 ) -> ClipHeader:
-    prepare_decoder(stream, limits.max_frame_pixels)
-    width, height = stream.codec_context.width, stream.codec_context.height
-    if width or height:
-        check_size("the clip", width, height, limits.max_frame_pixels, limits.max_aspect_ratio)
-    timeline, first, num_corrupt = _scan(file.container, stream, limits)
-    shortfalls = [*file.shortfalls, *missing_of(file, stream, data, "clip", VIDEO_DECODERS, timeline.end_s())]
+    scan = _Scan(file, stream, limits)
+    scan.read(file, stream)
+    for piece in pieces[1:]:
+        scan.read_further(piece)
+    timeline, first = scan.timeline, scan.first
+    shortfalls = [*scan.shortfalls, *missing_pieces(pieces, scan.unread)]
     if not shortfalls:  # if a file ends early, a part of the last frame is there
-        shortfalls += missing_packets(num_corrupt, timeline.num_packets, "frames")
+        shortfalls += missing_packets(timeline.num_corrupt, timeline.num_packets, "frames", "are incomplete")
+    shortfalls = [*largest(shortfalls), *joined(timeline.seams_s)]
     accepted_shortfall("clip", shortfalls, limits.max_missing_share)
     selection = timeline.select(num_frames, io_kwargs.fps)
     if selection is None or first is None:
         raise _NothingDecodableError("the clip is damaged or empty: none of its frames can be decoded")
-    check_size("the clip", first.width, first.height, limits.max_frame_pixels, limits.max_aspect_ratio)
+    if any(abs(shift) > _MAX_SHIFT for _, shift in selection.shifts):
+        raise MediaError("the clip is damaged: its times are too far from each other")
     if selection.duration_s > limits.max_video_duration_s:
         raise _too_long(limits)
-    most_pixels = min(limits.max_decoded_pixels, max(_HARMLESS_PIXELS, limits.max_video_expansion * len(data)))
-    if selection.num_decoded * first.width * first.height > most_pixels:
+    nbytes = sum(piece.nbytes for piece in pieces)
+    most_pixels = min(limits.max_decoded_pixels, max(_HARMLESS_PIXELS, limits.max_video_expansion * nbytes))
+    if selection.num_decoded * scan.num_pixels > most_pixels:
         raise MediaError(
             f"{selection.num_decoded} frames of {first.width} x {first.height} must be decoded for those that are wanted, "
-            f"and for a clip of {len(data)} bytes {most_pixels:.3g} pixels are accepted (max_decoded_pixels, "
+            f"and for a clip of {nbytes} bytes {most_pixels:.3g} pixels are accepted (max_decoded_pixels, "
             "max_video_expansion); send a smaller clip, or one with more keyframes"
         )
-    orientation = _orientation(first)
+    orientation, degrees = _orientation(first)
+    if degrees > _MAX_TILT_DEGREES:
+        cause = f"it is to be turned by {degrees:.0f} degrees more than it is; frames are turned by right angles only"
+        shortfalls.append(Shortfall(missing=0, promised=0, unit="", cause=cause, is_damage=False))
     shown_width, shown_height = _shown_size(stream, first)
     check_size("the clip, as it is shown,", shown_width, shown_height, limits.max_frame_pixels, limits.max_aspect_ratio)
     width, height = scaled_size(shown_width, shown_height, spec.max_pixels)
@@ -217,7 +266,8 @@ def _probe_track(
         orientation=orientation,
         selection=selection,
         max_frame_pixels=limits.max_frame_pixels,
-        track=stream.index,
+        tracks=tuple(scan.tracks),
+        time_base=scan.time_base,
         shortfalls=tuple(shortfalls),
         max_missing_share=limits.max_missing_share,
     )
@@ -252,11 +302,17 @@ def decode_into(
         timestamps_s = decode_frames(data[demuxer_of(data)[1] :], header.selection, target, background)
         return DecodedClip(timestamps_s=timestamps_s, duration_s=header.selection.duration_s)
     writer = _FrameWriter(header, target)
-    with opened(data, "clip", VIDEO_DECODERS, header.max_frame_pixels) as file:
-        stream = file.container.streams[header.track]
-        assert isinstance(stream, VideoStream), "a header belongs to its file"
-        prepare_decoder(stream, header.max_frame_pixels)
-        _decode(file.container, stream, writer)
+    ends = [track.first_packet for track in header.tracks[1:]] + [None]
+    for piece, track, end in zip(split(data), header.tracks, ends, strict=True):
+        if writer.is_complete:
+            break
+        if track.stream is None or (end is not None and end <= writer.next_start):
+            continue
+        with opened(piece, "clip", VIDEO_DECODERS, header.max_frame_pixels) as file:
+            stream = file.container.streams[track.stream]
+            assert isinstance(stream, VideoStream), "a header belongs to its file"
+            prepare_decoder(stream, header.max_frame_pixels)
+            _decode(file, stream, track.first_packet, writer)
     shortfalls = [*header.shortfalls, *missing_packets(writer.num_damaged, writer.num_attempted, "frames")]
     num_wanted, num_written = len(header.selection.positions), len(writer.timestamps_s)
     if writer.num_damaged and num_written < num_wanted:  # a decoder may give nothing until the next keyframe
@@ -272,13 +328,21 @@ def _too_long(limits: MediaLimits) -> MediaError:
     return MediaError(f"the clip is longer than the {limits.max_video_duration_s:g} s that are accepted")
 
 
-def _packets(container: av.container.InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
-    """Yields all packets that are not empty; both passes count these. The caller drains the decoder at the end."""
-    is_gif = container.format.name == "gif"
+def _packets(file: OpenFile, stream: VideoStream, time_base: Fraction) -> Iterator[Packet[VideoStream]]:
+    """Yields all packets that are not empty, their times in some unit; both passes count these.
+
+    The caller drains the decoder at the end.
+    """
+    is_gif = file.demuxer == "gif"
+    unit = (stream.time_base or time_base) / time_base
     shift = 0
-    for packet in container.demux(stream):
+    for packet in packets_of(file, stream):
         if not packet.size:
             continue
+        if unit != 1:
+            packet.pts = round(packet.pts * unit) if packet.pts is not None else None
+            packet.dts = round(packet.dts * unit) if packet.dts is not None else None
+            packet.duration = round((packet.duration or 0) * unit)
         if is_gif and packet.pts is not None:
             packet.pts += shift
             packet.dts = packet.pts
@@ -288,33 +352,96 @@ def _packets(container: av.container.InputContainer, stream: VideoStream) -> Ite
         yield packet
 
 
-def _scan(
-    container: av.container.InputContainer, stream: VideoStream, limits: MediaLimits
-) -> tuple[Timeline, VideoFrame | None, int]:
-    """Reads all packets, and decodes until there is a frame; counts packets that are there in part."""
-    if stream.time_base is None:
-        raise MediaError("the clip is damaged: it has no unit of time")
-    demuxer = container.format.name.split(",")[0]
-    timeline = Timeline(stream.time_base, stream.average_rate or stream.guessed_rate, demuxer in _TRUSTED_KEYFRAMES)
-    first: VideoFrame | None = None
-    num_corrupt = num_tried = 0
-    for packet in _packets(container, stream):
-        if timeline.num_packets >= limits.max_coded_frames:
-            raise MediaError(f"the clip has more than the {limits.max_coded_frames} frames that are accepted")
-        position = packet.pts if demuxer not in _WITHOUT_TIMESTAMPS else None
-        num_corrupt += packet.is_corrupt
-        is_shown = not packet.is_discard and not (stream.codec_context.name == "vp8" and _is_hidden_vp8(packet))
-        is_usable = not packet.is_corrupt
-        timeline.add(position, packet.duration or 0, packet.is_keyframe and is_usable, is_shown and is_usable)
-        if timeline.span_s() > limits.max_video_duration_s:
-            raise _too_long(limits)
-        if first is None and is_usable:
-            num_tried += 1
-            if num_tried > _MAX_UNDECODABLE:
-                reason = f"the clip is damaged: none of its first {_MAX_UNDECODABLE} frames can be decoded"
-                raise _NothingDecodableError(reason)
-            first = _first_frame(stream, packet)
-    return timeline, first if first is not None else _first_frame(stream, None), num_corrupt
+class _Scan:
+    """Reads all packets, and decodes of each piece until there is a frame.
+
+    Attributes:
+        timeline: of all pieces.
+        time_base: its unit.
+        first: the first frame.
+        num_pixels: of the largest of the frames that were decoded.
+        tracks: the clip's, in each piece.
+        shortfalls: what is missing of those that can be read.
+        unread: those that can't.
+    """
+
+    def __init__(self, file: OpenFile, stream: VideoStream, limits: MediaLimits) -> None:
+        if stream.time_base is None:
+            raise MediaError("the clip is damaged: it has no unit of time")
+        rate = stream.average_rate or stream.guessed_rate
+        gap_s = max_gap_s(file.demuxer, limits.max_video_duration_s)
+        self.timeline = Timeline(stream.time_base, rate, file.demuxer in _TRUSTED_KEYFRAMES, gap_s)
+        self.time_base = stream.time_base
+        self.first: VideoFrame | None = None
+        self.num_pixels = 0
+        self.tracks: list[PieceTrack] = []
+        self.shortfalls: list[Shortfall] = []
+        self.unread: list[tuple[Piece, MediaError]] = []
+        self._limits = limits
+        self._first_index = stream.index
+
+    def read(self, file: OpenFile, stream: VideoStream) -> None:
+        """Reads a piece."""
+        limits, timeline = self._limits, self.timeline
+        self.tracks.append(PieceTrack(stream.index, timeline.num_packets))
+        prepare_decoder(stream, limits.max_frame_pixels)
+        width, height = stream.codec_context.width, stream.codec_context.height
+        if width or height:
+            check_size("the clip", width, height, limits.max_frame_pixels, limits.max_aspect_ratio)
+        frame = self._read_packets(file, stream)
+        if frame is not None:
+            check_size("the clip", frame.width, frame.height, limits.max_frame_pixels, limits.max_aspect_ratio)
+            self.num_pixels = max(self.num_pixels, frame.width * frame.height)
+            self.first = self.first or frame
+        end_s = timeline.piece_end_s()
+        missing = missing_of(file, stream, "clip", VIDEO_DECODERS, end_s, limits.max_video_duration_s)
+        self.shortfalls += [*file.shortfalls, *missing]
+
+    def read_further(self, piece: Piece) -> None:
+        """Reads a piece that is not the first; if that is impossible, it is missing."""
+        self.timeline.begin_piece()
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(opened(piece, "clip", VIDEO_DECODERS, self._limits.max_frame_pixels))
+                stream = track_of_piece(_tracks(file), self._first_index)
+            except MediaError as error:
+                self.tracks.append(PieceTrack(None, self.timeline.num_packets))
+                self.unread.append((piece, error))
+                return
+            self.read(file, stream)
+
+    def _read_packets(self, file: OpenFile, stream: VideoStream) -> VideoFrame | None:
+        limits, timeline = self._limits, self.timeline
+        first: VideoFrame | None = None
+        num_tried = 0
+        for packet in _packets(file, stream, self.time_base):
+            if timeline.num_packets >= limits.max_coded_frames:
+                raise MediaError(f"the clip has more than the {limits.max_coded_frames} frames that are accepted")
+            is_usable = _is_usable(packet, file)
+            is_shown = not packet.is_discard and not (stream.codec_context.name == "vp8" and _is_hidden_vp8(packet))
+            timeline.add(
+                packet.pts if file.demuxer not in _WITHOUT_TIMESTAMPS else None,
+                packet.duration or 0,
+                packet.is_keyframe and is_usable,
+                is_shown and is_usable,
+                decoded=packet.dts if file.demuxer in _WITH_DECODING_TIMES else None,
+                is_corrupt=packet.is_corrupt,
+            )
+            if timeline.span_s() > limits.max_video_duration_s:
+                raise _too_long(limits)
+            if timeline.num_parts > _MAX_PARTS:
+                raise MediaError(f"the clip is damaged: its times begin anew in more than {_MAX_PARTS} places")
+            if first is None and is_usable:
+                num_tried += 1
+                if num_tried > _MAX_UNDECODABLE:
+                    reason = f"the clip is damaged: none of its first {_MAX_UNDECODABLE} frames can be decoded"
+                    raise _NothingDecodableError(reason)
+                first = _first_frame(stream, packet)
+        return first if first is not None else _first_frame(stream, None)
+
+
+def _is_usable(packet: Packet[VideoStream], file: OpenFile) -> bool:
+    return not packet.is_corrupt or file.demuxer in _WITH_SUSPECTS
 
 
 def _first_frame(stream: VideoStream, packet: Packet[VideoStream] | None) -> VideoFrame | None:
@@ -332,21 +459,31 @@ def _is_hidden_vp8(packet: Packet[VideoStream]) -> bool:
     return not bytes(memoryview(packet)[:1])[0] & 0x10
 
 
-def _orientation(frame: VideoFrame) -> int:
-    """How a frame must be turned, as EXIF numbers it; 1 if the angle is no multiple of 90 degrees."""
+def _orientation(frame: VideoFrame) -> tuple[int, float]:
+    """How a frame must be turned, as EXIF numbers it, and how many degrees the container asks for beside that.
+
+    It may ask for any angle; frames are turned to the nearest of right angles.
+    """
     side_data = cast("Mapping[SideDataType, Buffer]", frame.side_data)  # PyAV's stub tells of motion vectors only
     if SideDataType.DISPLAYMATRIX not in side_data:
-        return 1
+        return 1, 0.0
     matrix = bytes(side_data[SideDataType.DISPLAYMATRIX])
     if len(matrix) < 36:
-        return 1
+        return 1, 0.0
     a, b, _, c, d, *_ = struct.unpack("=9i", matrix[:36])
-    signs = tuple((number > 0) - (number < 0) for number in (a, b, c, d))
-    return _ORIENTATIONS.get(signs, 1)
+    alike = {
+        orientation: sum(number * sign for number, sign in zip((a, b, c, d), signs, strict=True))
+        for signs, orientation in _ORIENTATIONS.items()
+    }
+    nearest = max(alike, key=lambda orientation: alike[orientation])  # the first one, as it is stored, if all are 0
+    diagonals = math.hypot(a, d), math.hypot(b, c)
+    across, along = sorted(diagonals)
+    return nearest, math.degrees(math.atan2(across, along))
 
 
-def _decode(container: av.container.InputContainer, stream: VideoStream, writer: _FrameWriter) -> None:
-    decoder = stream.codec_context
+def _decode(file: OpenFile, stream: VideoStream, first_packet: int, writer: _FrameWriter) -> None:
+    """Decodes what is wanted of a piece, whose first packet has that number."""
+    decoder, selection = stream.codec_context, writer.selection
     is_decoding = False
 
     def decode(packet: Packet[VideoStream] | None) -> None:
@@ -358,15 +495,17 @@ def _decode(container: av.container.InputContainer, stream: VideoStream, writer:
         for frame in frames:
             writer.take(frame)
 
-    for number, packet in enumerate(_packets(container, stream)):
+    for number, packet in enumerate(_packets(file, stream, writer.time_base), first_packet):
         if writer.is_complete:
             return
-        if number < writer.next_start or packet.is_corrupt:
+        if number < writer.next_start or not _is_usable(packet, file):
             is_decoding = is_decoding and number >= writer.next_start
             continue
         if not is_decoding:
             decoder.flush_buffers()
             is_decoding = True
+        if selection.has_timestamps and packet.pts is not None:
+            packet.pts += selection.shift_of(number)
         writer.num_attempted += 1
         decode(packet)
     if is_decoding and not writer.is_complete:
@@ -379,6 +518,8 @@ class _FrameWriter:
     If a wanted frame never comes, or is damaged, the next one takes its place.
 
     Attributes:
+        selection: what is wanted.
+        time_base: the unit of its positions.
         timestamps_s: of what was written.
         num_attempted: packets that were decoded.
         num_damaged: of these, how many could not be, or only in part.
@@ -388,7 +529,8 @@ class _FrameWriter:
         self.timestamps_s: list[float] = []
         self.num_attempted = self.num_damaged = 0
         self._header = header
-        self._selection = header.selection
+        self.selection = header.selection
+        self.time_base = header.time_base
         self._target = target
         self._reformatter = VideoReformatter()
         self._next = 0
@@ -396,15 +538,15 @@ class _FrameWriter:
 
     @property
     def is_complete(self) -> bool:
-        return self._next == len(self._selection.positions)
+        return self._next == len(self.selection.positions)
 
     @property
     def next_start(self) -> int:
         """The number of the packet from which the next wanted frame is decoded."""
-        return self._selection.starts[self._next]
+        return self.selection.starts[self._next]
 
     def take(self, frame: VideoFrame) -> None:
-        selection = self._selection
+        selection = self.selection
         position = self._num_taken
         self._num_taken += 1
         if selection.has_timestamps:

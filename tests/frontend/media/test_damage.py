@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 
-from shmring.frontend.media.damage import Shortfall, accepted_shortfall, missing_packets, missing_s
+from shmring.frontend.media.damage import Shortfall, accepted_shortfall, joined, missing_packets, missing_s
 from shmring.frontend.media.errors import MediaError
+from tests.frontend.media.test_pieces import recording
+from tests.frontend.media.test_video import LEVELS, NUM_FRAMES, decoded, numbers
 from tests.tables import for_each
 
 
@@ -44,3 +50,64 @@ def test_an_end_of_unknown_length_is_told_and_accepted() -> None:
 def test_all_is_not_a_hundred_percent_of_it() -> None:
     with pytest.raises(MediaError, match=r"1000 of 1000 rows \(all\) are missing"):
         accepted_shortfall("picture", [Shortfall(missing=1000, promised=1000, unit="rows")], 0.9)
+
+
+def test_what_is_no_damage_is_not_called_so() -> None:
+    told = accepted_shortfall("clip", joined([1.0, 2.5]), 0.0)
+    assert told == (
+        "the clip is not as its file says: its times begin anew at 1.00 s, 2.50 s; "
+        "its 3 parts follow each other as they are stored"
+    )
+    assert "at 0.00 s, 1.00 s, 2.00 s and 5 more; its 9 parts" in accepted_shortfall(
+        "clip", joined([*map(float, range(8))]), 0.0
+    )
+    told = accepted_shortfall("clip", [*missing_packets(1, 100, "frames"), *joined([1.0])], 0.1)
+    assert told.startswith("the clip is damaged or truncated: 1 of 100 frames (1 %) can't be decoded; its times begin anew")
+    assert joined([]) == []
+
+
+# -- lengths that nobody could keep ---------------------------------------------------------------------------------------
+
+
+def written(data: bytes, name: bytes, behind: int, value: bytes) -> bytes:
+    """A file with other bytes so far behind the first place where there is a name."""
+    place = data.index(name) + len(name) + behind
+    return data[:place] + value + data[place + len(value) :]
+
+
+FRAGMENTS = {"container_options": {"movflags": "frag_keyframe+empty_moov"}}
+
+
+@for_each(
+    ("container", "codec", "options", "place", "value"),
+    [
+        ("matroska", "libx264", {}, (b"\x44\x89\x88", 0), struct.pack(">d", 1e9)),
+        ("avi", "mpeg4", {}, (b"strh", 36), b"\xff\xff\xff\x7f"),
+        ("mp4", "libx264", FRAGMENTS, (b"mdhd", 16), b"\x7f\xff\xff\xff"),
+    ],
+)
+def test_a_clip_whose_header_names_a_length_that_is_not_accepted_is_whole(
+    clip_of: Callable[..., bytes], container: str, codec: str, options: dict[str, str], place: tuple[bytes, int], value: bytes
+) -> None:
+    frames, clip = decoded(written(clip_of(LEVELS, container, codec, **options), *place, value), num_frames=100)
+    assert numbers(frames) == list(range(NUM_FRAMES))
+    assert clip.shortfall == ""
+
+
+@for_each(
+    ("container", "codec", "place", "value"),
+    [
+        ("matroska", "pcm_s16le", (b"\x44\x89\x88", 0), struct.pack(">d", 1e9)),
+        ("flac", "flac", (b"fLaC", 17), b"\x0f\xff\xff\xff\xff"),
+        ("aiff", "pcm_s16be", (b"COMM", 6), b"\x7f\xff\xff\xff"),
+    ],
+)
+def test_a_recording_whose_header_names_a_length_that_is_not_accepted_is_whole(
+    recording_of: Callable[..., bytes], container: str, codec: str, place: tuple[bytes, int], value: bytes
+) -> None:
+    data = recording_of(np.sin(np.arange(16_000) / 5) / 2, 16_000, container, codec)
+    if container == "flac":  # the bits before are those of a sample
+        value = bytes([data[21] | value[0]]) + value[1:]
+    samples, sound = recording(written(data, *place, value))
+    assert len(samples) == 16_000
+    assert sound.shortfall == ""

@@ -196,6 +196,26 @@ def test_frames_are_turned_as_the_container_asks(clip_of: Clip, rotation: int, c
     assert np.unravel_index(quarters.argmax(), (2, 2)) == corner
 
 
+@for_each(
+    ("rotation", "size", "degrees"),
+    [
+        (45, (64, 96), 45),
+        (30, (64, 96), 30),
+        (80, (96, 64), 10),
+        (-135, (64, 96), 45),
+        (89.5, (96, 64), 0),
+        (-179.5, (64, 96), 0),
+    ],
+)
+def test_frames_are_turned_by_right_angles_and_what_is_missing_is_told(
+    clip_of: Clip, rotation: float, size: tuple[int, int], degrees: int
+) -> None:
+    frames, clip = decoded(clip_of(LEVELS, rotation=rotation))
+    assert frames.shape[1:3] == size
+    turned = f"it is to be turned by {degrees} degrees more than it is; frames are turned by right angles only"
+    assert clip.shortfall == (f"the clip is not as its file says: {turned}" if degrees else "")
+
+
 @for_each("max_pixels", [1000, 6143])
 def test_larger_frames_are_scaled_down(clip_of: Clip, max_pixels: int) -> None:
     frames, _ = decoded(clip_of(LEVELS, size=(192, 128)), max_pixels=max_pixels)
@@ -304,6 +324,21 @@ def test_an_mp4_without_its_index_is_refused(clip_of: Clip) -> None:
     data = clip_of(LEVELS)
     with pytest.raises(MediaError, match="damaged or truncated"):
         prepared(data[: data.index(b"moov") - 4])
+
+
+@for_each("box", [b"trak", b"tkhd", b"mdia", b"mdhd"])
+def test_an_index_that_is_damaged_is_not_missing(clip_of: Clip, box: bytes) -> None:
+    data = clip_of(LEVELS)
+    place, index = data.index(box), data.index(b"moov")
+    damaged = data[: place - 4] + b"\0\0\0\3" + data[place:]
+    unknown = data[: index - 4] + b"\x7f\0\0\0????" + data[index + 4 :]  # so that the last box seems to be cut
+    for altered in (damaged, unknown):
+        with pytest.raises(MediaError, match="the clip is damaged: the index of the MP4 can't be read"):
+            prepared(altered)
+    with pytest.raises(MediaError, match="the clip is damaged: it is an MP4 without an index"):
+        prepared(data[: index - 4] + bytes(len(data) - index + 4))
+    with pytest.raises(MediaError, match="the clip is truncated: it is an MP4 without its index, which is at its end"):
+        prepared(data[: index - 100])
 
 
 def with_index_first(data: bytes, tmp_path: Path) -> bytes:
