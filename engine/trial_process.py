@@ -5,9 +5,9 @@ million, and nothing ends a thread. So each form is first tried in a process tha
 or its memory. The process does what an answer will do. It compiles the form, and goes through it from token to token, by
 chance. What ends answers is therefore found here, before they have begun.
 
-A trial is a message with two descriptors: a socket, and a file with the grammar. The process of the trial says on that socket
-what it has found, and this process says how that process has ended. The trial is given up when the other end of its socket is
-closed.
+A trial is a message with two descriptors: a socket, and a file with the grammar and the schemas in it. The process of the trial
+says on that socket what it has found, and this process says how that process has ended. The trial is given up when the other
+end of its socket is closed.
 
 This module imports neither torch nor what needs it: a fork of a small process takes three milliseconds.
 """
@@ -25,12 +25,14 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from shmring.engine.form_faults import explained, find_place
 from shmring.processes.child import end_with_parent
 
 __all__ = ["MAX_MESSAGE_NBYTES", "find_fault", "main"]
@@ -46,7 +48,11 @@ _WALKS = 4
 _TOKENS = 96
 _SHORT = 300  # in most vocabularies, the first tokens are single bytes
 
-_MAX_FAULT_CHARACTERS = 1000
+_MAX_FAULT_CHARACTERS = 300
+
+# Seconds of a processor that looking for the place of a fault may take, and that are left then of those of the trial.
+_PLACE_S = 0.3
+_RESERVE_S = 0.2
 
 _ALLOWED = b"\xc8"  # in llguidance's masks
 
@@ -120,10 +126,16 @@ def _try(
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
         with open(grammar_fd, encoding="utf-8") as file:
-            grammar = file.read()
+            grammar, schemas = json.load(file)
         limits = LLParserLimits(**settings["limits"])
         threading.stack_size(_STACK_NBYTES)
-        _run_in_thread(lambda: _say(connection, find_fault(tokens, grammar, limits, settings["ends"])))
+
+        def work() -> None:
+            if fault := find_fault(tokens, grammar, limits, settings["ends"]):
+                place = _find_place(tokens, schemas, limits, seconds)
+                _say(connection, json.dumps([explained(fault)[:_MAX_FAULT_CHARACTERS], *place], ensure_ascii=False))
+
+        _run_in_thread(work)
         os._exit(0)
     except BaseException:  # noqa: BLE001 - this is a fork, whose caller is somebody else
         _say(connection, traceback.format_exc())
@@ -172,8 +184,34 @@ def find_fault(tokens: LLTokenizer, grammar: str, limits: LLParserLimits, ends: 
                 break
         if matcher.is_error():
             error: str = matcher.get_error()
-            return error[:_MAX_FAULT_CHARACTERS]
+            return error
     return ""
+
+
+def _find_place(tokens: LLTokenizer, schemas: list[tuple[str, str]], limits: LLParserLimits, seconds: float) -> tuple[str, str]:
+    """Returns which of some schemas has a fault, by what it is called, and where; two empty texts: that is not known."""
+    until_s = min(time.process_time() + _PLACE_S, seconds - _RESERVE_S)
+
+    def may_go_on() -> bool:
+        return time.process_time() < until_s
+
+    def fault_of(schema: Any) -> str:
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        except ValueError as error:
+            return explained(str(error))
+        matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_logit_bias()
+        return explained(matcher.get_error()) if matcher.is_error() else ""
+
+    for name, text in schemas:
+        if not may_go_on():
+            break
+        schema = json.loads(text)
+        if found := fault_of(schema):
+            return name, find_place(schema, found, fault_of, may_go_on)
+    return "", ""
 
 
 def _choose(mask: bytes, ends: list[int], start: int) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ __all__ = [
     "form_of_strict_call",
     "opening_mark",
     "quoted",
+    "schemas_of",
     "write_grammar",
 ]
 
@@ -68,11 +69,11 @@ def form_of_calls(template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]
     Raises:
         ValueError: they are too many or too long.
     """
-    more = f"(BREAK? call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
-    calls = _alternatives((tool["function"]["name"], tool["function"].get("parameters")) for tool in tools)
     opening, closing = _marks_of(template)
-    rules = [f"start: call {more}", f"call: opening BREAK? ({calls}) BREAK? closing"]
-    return _checked(_form_of_calls({"opening": opening, "closing": closing}, rules))
+    more = f"(BREAK? call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
+    functions = [tool["function"] for tool in tools]
+    parameters = [(function["name"], function.get("parameters")) for function in functions]
+    return _form_of_calls({"opening": opening, "closing": closing}, f"start: call {more}\ncall: opening", parameters)
 
 
 def form_of_strict_call(template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], strict: Collection[str]) -> Form:
@@ -87,24 +88,24 @@ def form_of_strict_call(template: Mapping[str, Any], tools: Sequence[Mapping[str
         ValueError: they are too many or too long.
     """
     functions = [tool["function"] for tool in tools]
-    calls = _alternatives(
+    parameters = [
         (function["name"], function.get("parameters") if function["name"] in strict else None) for function in functions
-    )
-    return _checked(_form_of_calls({"closing": _marks_of(template)[1]}, [f"start: BREAK? ({calls}) BREAK? closing"]))
+    ]
+    return _form_of_calls({"closing": _marks_of(template)[1]}, "start:", parameters)
 
 
-def _alternatives(functions: Iterable[tuple[str, Mapping[str, Any] | None]]) -> str:
-    """Returns the calls of functions as a grammar has them: of each, its name and the schema of its arguments."""
-    calls = []
-    for name, parameters in functions:
-        before = f'{{"name": {quoted(name)}, "arguments": '
-        schema = dict(parameters or {}) | {"type": "object", "x-guidance": _JSON_OPTIONS}
-        calls.append(f'{quoted(before)} %json {msgspec.json.encode(schema).decode()} "}}"')
-    return " | ".join(calls)
+def _form_of_calls(marks: Mapping[str, str], start: str, parameters: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Form:
+    """Returns a form of calls: the marks in it, what stands before a call, and the schema of each function's arguments."""
+    schemas = [(name, dict(schema or {}) | {"type": "object", "x-guidance": _JSON_OPTIONS}) for name, schema in parameters]
+    return _checked(("calls", msgspec.json.encode([marks, start, schemas]).decode()))
 
 
-def _form_of_calls(marks: Mapping[str, str], rules: Sequence[str]) -> Form:
-    return "calls", json.dumps([marks, "\n".join([*rules, 'BREAK: "\\n"'])])
+def schemas_of(form: Form) -> list[tuple[str, str]]:
+    """Returns the schemas in a form, as JSON, and what each is called in an error."""
+    kind, text = form
+    if kind == "calls":
+        return [(f"the parameters of {name!r}", json.dumps(schema)) for name, schema in json.loads(text)[2]]
+    return [("the schema", text)] if kind == "json" else []
 
 
 def opening_mark(template: Mapping[str, Any]) -> str:
@@ -133,9 +134,12 @@ def write_grammar(form: Form, write_mark: Callable[[str], str]) -> str:
     elif kind == "choice":
         grammar = matcher.grammar_from_lark(text)
     else:
-        marks, rules = json.loads(text)
+        marks, start, schemas = json.loads(text)
+        before = [quoted(f'{{"name": {quoted(name)}, "arguments": ') for name, _ in schemas]
+        calls = [f'{name} %json {json.dumps(schema)} "}}"' for name, (_, schema) in zip(before, schemas, strict=True)]
+        rules = [f"{start} BREAK? ({' | '.join(calls)}) BREAK? closing", 'BREAK: "\\n"']
         written = [f"{name}: {write_mark(mark)}" for name, mark in marks.items()]
-        grammar = matcher.grammar_from_lark("\n".join(["%llguidance {}", rules, *written]))
+        grammar = matcher.grammar_from_lark("\n".join(["%llguidance {}", *rules, *written]))
     return grammar
 
 

@@ -30,7 +30,8 @@ from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.executors.forms import Form, write_grammar
 from shmring.engine.executors.interface import FormError
 from shmring.engine.executors.shared_threads import SharedThreads
-from shmring.engine.executors.trials import TRIAL_LIMITS, FormTokens, Trial, Trials, first_line, refused
+from shmring.engine.executors.trials import TRIAL_LIMITS, FormTokens, Trial, Trials, refused
+from shmring.engine.form_faults import explained
 
 __all__ = ["Grammar", "Grammars"]
 
@@ -158,7 +159,7 @@ class Grammar:
 
     def _check(self) -> None:
         if self._error:
-            raise FormError(f"the form of the answer is too complex: {self._error}")
+            raise FormError(f"the form of the answer can't be gone on with: {self._error}")
 
 
 class Grammars:
@@ -277,4 +278,4 @@ class Grammars:
 
 
 def _error_of(matcher: Any) -> str:
-    return first_line(matcher.get_error()) if matcher.is_error() else ""
+    return explained(matcher.get_error()) if matcher.is_error() else ""

@@ -30,9 +30,10 @@ from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any
 
-from shmring.engine.executors.forms import Form, quoted, write_grammar
+from shmring.engine.executors.forms import Form, quoted, schemas_of, write_grammar
 from shmring.engine.executors.interface import OverloadedError
 from shmring.engine.executors.shared_threads import SharedThreads
+from shmring.engine.form_faults import explained
 from shmring.engine.trial_process import MAX_MESSAGE_NBYTES
 from shmring.processes.process import Process
 
@@ -212,8 +213,8 @@ class Trials:
         try:
             grammar = write_grammar(form, self._tokens.write_mark)
         except ValueError as error:
-            return first_line(error), 0.0
-        fault, trial.seconds = self._process.run(grammar)
+            return explained(str(error)), 0.0
+        fault, trial.seconds = self._process.run(json.dumps([grammar, schemas_of(form)], ensure_ascii=False))
         return fault, trial.seconds
 
 
@@ -227,8 +228,11 @@ class _TrialProcess:
         self._control: socket.socket | None = None
         self._closed = False
 
-    def run(self, grammar: str) -> tuple[str, float]:
+    def run(self, form: str) -> tuple[str, float]:
         """Tries a form; returns why it can't be, or nothing, and how many seconds that took.
+
+        Args:
+            form: its grammar, and the schemas in it, as JSON.
 
         Raises:
             OverloadedError: it has had no turn on a busy machine.
@@ -236,10 +240,10 @@ class _TrialProcess:
         """
         spent_s = 0.0
         for _ in range(_ATTEMPTS):
-            text, code, seconds = self._run_once(grammar)
+            text, code, seconds = self._run_once(form)
             spent_s += seconds
             if code == 0:
-                return first_line(text), spent_s
+                return _told(text), spent_s
             if code is not None and code > 0:
                 raise RuntimeError(f"forms can't be tried: {text[-_MAX_ERROR_CHARACTERS:]}")
             if code is not None and code != -signal.SIGKILL:  # of its limits, or of what its libraries met there
@@ -252,13 +256,13 @@ class _TrialProcess:
             self._closed = True
             self._end()
 
-    def _run_once(self, grammar: str) -> tuple[str, int | None, float]:
+    def _run_once(self, form: str) -> tuple[str, int | None, float]:
         """Returns what a trial said, how its process ended, and its seconds. None: the process that had forked it ended."""
         deadline_s = time.monotonic() + _TIMEOUT_S
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         text = ""
         with connection:
-            with theirs, _memory_file(grammar) as file:
+            with theirs, _memory_file(form) as file:
                 try:
                     self._send(theirs, file)
                 except ConnectionError:
@@ -312,7 +316,15 @@ class _TrialProcess:
 
 def refused(fault: object) -> ValueError:
     """Returns the error of a form that can't be."""
-    return ValueError(f"the form of the answer can't be compiled: {first_line(fault)}")
+    return ValueError(f"the form of the answer can't be compiled: {explained(str(fault))[:_MAX_ERROR_CHARACTERS]}")
+
+
+def _told(text: str) -> str:
+    """Returns what a trial has found, as people are told it."""
+    if not text:
+        return ""
+    fault, schema, place = json.loads(text)
+    return f"{fault} (in {schema}, at {place})" if place else str(fault)
 
 
 def first_line(text: object) -> str:

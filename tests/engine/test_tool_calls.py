@@ -533,3 +533,13 @@ def test_marks_that_are_control_tokens_are_written_as_such(with_tools: Path, tmp
     assert replies[0].token_ids[0] == tokenizer.convert_tokens_to_ids("<|pad|>")
     assert [call.name for reply in replies for call in reply.tool_calls] == ["weather"]
     executor.close()
+
+
+def test_what_is_wrong_with_the_schema_of_a_tool_names_the_tool(executor: TransformersExecutor) -> None:
+    wrong = {
+        "type": "function",
+        "function": {"name": "place", "parameters": {"type": "object", "properties": {"at": {"not": {"type": "string"}}}}},
+    }
+    for request in (required(1, STRICT, wrong), conversation(tools=[STRICT, wrong], strict_tools=["place"])):
+        with pytest.raises(ValueError, match=r"""kept to "not" \(in the parameters of 'place', at #/properties/at\)"""):
+            answer(executor, request)

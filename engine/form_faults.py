@@ -1,0 +1,89 @@
+"""What is wrong with a form that can't be compiled, in the words of whoever wrote it, and where in it.
+
+llguidance names neither a place in a schema nor, always, what its caller could know. So the parts of the schema are compiled by
+themselves: of those with the same fault as the whole, the innermost is where the fault is. And its sentences are said again.
+
+This module imports nothing that needs torch: trials use it in a small process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+__all__ = ["explained", "find_place"]
+
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
+_SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames", "unevaluatedProperties")
+_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_SHARED = ("$defs", "definitions", "$schema", "$id")  # to which parts refer
+
+_MAX_PLACE_CHARACTERS = 200
+
+# Sentences of llguidance, in the order in which they are looked for, and what is said instead.
+_SENTENCES: tuple[tuple[str, str], ...] = (
+    (r"Unimplemented keys: \[(?P<a>.*)\]", "answers can't be kept to {a}"),
+    (r"oneOf constraints are not supported", "alternatives of oneOf overlap, or it is not clear that they don't: use anyOf"),
+    (r"Invalid type: (?P<a>.*)", 'there is no type "{a}"'),
+    (r"Resource '(?P<a>.*?)' is not present", "its $ref leads to another document, {a}, and none is fetched"),
+    (r"Pointer '(?P<a>.*?)' does not exist", "its $ref leads to #{a}, where nothing is"),
+    (r"Unknown format: (?P<a>.*)", 'there is no format "{a}" here'),
+    (r"Unsatisfiable schema: (?P<a>.*)", "no value fits it: {a}"),
+    (r"NoExtension(Bias)?\b", "no text fits it: a $ref that leads back to itself, say"),
+    (r"Failed to generate regex for (integer|number) range", "a bound has more than 64 bits"),
+    (r"Expected (?P<a>\w+) for '(?P<b>.*?)', got (?P<c>.*)", "{b} can't be {c}"),
+    (r"Expecting object schema to apply options", "a schema is a JSON object"),
+    (r"(?s)regex parse error:.*error: (?P<a>[^\n]*)", "the pattern can't be read: {a}"),
+    (r"invalid regex .*?\(in regex\): (?P<a>[^\n]*)", "the pattern can't be used: {a}"),
+    (r"lookarounds not supported yet", "the pattern can't be used: look-around, word boundaries included, is not supported"),
+    (r"invalid multiple of", "multipleOf must be more than 0"),
+    (r"(?i)fuel|too complex|limit|too many|too large", "it is too complex"),
+)
+
+
+def explained(fault: str) -> str:
+    """Returns what a fault of llguidance means, in one line."""
+    for pattern, sentence in _SENTENCES:
+        if match := re.search(pattern, fault):
+            return sentence.format(**{name: (value or "").strip() for name, value in match.groupdict().items()})
+    return fault.strip().partition("\n")[0]
+
+
+def find_place(schema: Any, fault: str, fault_of: Callable[[Any], str], may_go_on: Callable[[], bool]) -> str:
+    """Returns where in a schema a fault is: the innermost part that has the same one, as a pointer such as ``#/properties/a``.
+
+    Args:
+        schema: as JSON has it.
+        fault: of all of it.
+        fault_of: returns that of a schema, or nothing.
+        may_go_on: says whether there is time to look at one more part.
+    """
+    shared = {name: schema[name] for name in _SHARED if name in schema} if isinstance(schema, Mapping) else {}
+    place, part = "#", schema
+    is_deeper = True
+    while is_deeper:
+        is_deeper = False
+        for path, inner in _parts_of(part):
+            if not may_go_on():
+                return place
+            if fault_of(shared | dict(inner) if isinstance(inner, Mapping) else inner) == fault:
+                place, part, is_deeper = f"{place}/{path}", inner, True
+                break
+    return place if len(place) <= _MAX_PLACE_CHARACTERS else f"{place[:_MAX_PLACE_CHARACTERS]}..."
+
+
+def _parts_of(schema: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(schema, Mapping):
+        return
+    for key in _OF_NAMES:
+        if isinstance(schema.get(key), Mapping):
+            for name, inner in schema[key].items():
+                yield f"{key}/{name.replace('~', '~0').replace('/', '~1')}", inner
+    for key in _SINGLE:
+        if isinstance(schema.get(key), Mapping):
+            yield key, schema[key]
+    for key in _LISTS:
+        if isinstance(schema.get(key), list):
+            for number, inner in enumerate(schema[key]):
+                yield f"{key}/{number}", inner
