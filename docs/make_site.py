@@ -99,6 +99,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"]({relpath(_place(target), dirname(place) or '.')}{link[2] or ''})" if target else link[0]
 
     out: list[str] = []
+    in_item = False  # in the lines of an item, up to a blank one
     fence, deeper = "", ""  # the marks that end the present block of code, and how much deeper its lines lie
     for line in markdown.split("\n"):
         spaces = line[: len(line) - len(line.lstrip())]
@@ -111,8 +112,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         elif fence:
             out.append(deeper + line if line else line)
         else:
-            if _ITEM.match(line) and out and out[-1].strip() and not _ITEM.match(out[-1]) and not out[-1].startswith(" "):
-                out.append("")  # a list begins in the middle of a paragraph
+            if begins := bool(_ITEM.match(line)):
+                out += [""] * bool(out and out[-1].strip() and not in_item)  # it follows a paragraph at once
+            in_item = begins or (in_item and bool(line.strip()))
             out.append(spaces + _LINK.sub(lead, line))
     return "\n".join(out)
 

@@ -49,12 +49,16 @@ async def run_detector() -> None:
     async def look(claim: shmring.Claim) -> None:
         await claim.reply(await asyncio.to_thread(find_spot, claim.payload["pixels"]))
 
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     # The engine says how much may wait for it: each camera has IN_FLIGHT frames on the way at most.
     async with shmring.serve(NAME, slab_nbytes="64MiB", max_inflight=IN_FLIGHT) as ring:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, lambda: asyncio.ensure_future(ring.close()))
+        looking = asyncio.create_task(ring.run(look, max_concurrency=1))
         print("the detector is ready", flush=True)
-        await ring.run(look, max_concurrency=1)
+        await stop.wait()
+        await ring.close("the detector stops")
+        await looking
 
 
 async def report(number: int, submission: shmring.Submission) -> None:

@@ -83,3 +83,11 @@ def test_the_search_finds_calls_and_pages() -> None:
     found = json.loads((SITE / "search" / "search_index.json").read_text())["docs"]
     places = {one["location"] for one in found}
     assert {"reference/frontend/#shmring.Client.request", "operations/", "examples/"} <= places
+
+
+def test_no_markdown_is_left_in_what_is_shown() -> None:
+    """GitHub reads lists and tables that Python-Markdown does not, unless the site's hooks help."""
+    for page in pages():
+        article = re.sub(r"<pre.*?</pre>", "", page.read_text().partition("<article")[2], flags=re.DOTALL)
+        for paragraph in re.findall(r"<p>(.*?)</p>", article, re.DOTALL):
+            assert not re.search(r"\n\s*(- |\d+\. )|\|---|```|\]\(", re.sub(r"<[^>]+>", "", paragraph)), (page, paragraph[:200])
