@@ -19,6 +19,7 @@ from av.audio.stream import AudioStream
 from av.video.stream import VideoStream
 
 from shmring.frontend.media.damage import Shortfall
+from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.signatures import boxes
 
 __all__ = ["Fragment", "lost_fragments", "parts_of", "places_to_write", "read_fragments"]
@@ -26,6 +27,7 @@ __all__ = ["Fragment", "lost_fragments", "parts_of", "places_to_write", "read_fr
 _SAYS_PLACE = 1  # flag of tfhd
 _BEFORE_FRAGMENTS = (b"styp", b"sidx", b"emsg", b"prft")
 _ROUNDING_S = 0.1
+_MAX_FRAGMENTS = 100_000  # ten minutes with one for each of 60 frames and 47 blocks of sound a second are 64 000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,14 +50,20 @@ class Fragment:
 
 
 def read_fragments(data: memoryview) -> list[Fragment]:
-    """Reads the fragments of a file, in its order."""
-    fragments = []
+    """Reads the fragments of a file, in its order.
+
+    Raises:
+        MediaError: they are too many.
+    """
+    fragments: list[Fragment] = []
     start: int | None = None
     for place, name, end in boxes(data):
         if name in _BEFORE_FRAGMENTS:
             start = place if start is None else start
         else:
             if name == b"moof":
+                if len(fragments) == _MAX_FRAGMENTS:
+                    raise MediaError(f"the MP4 has more than the {_MAX_FRAGMENTS} fragments that are accepted")
                 fragments.append(_read(data, place if start is None else start, place, min(end, len(data))))
             start = None
     return fragments

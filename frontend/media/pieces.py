@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.fragments import Fragment, parts_of, places_to_write, read_fragments
@@ -83,32 +83,36 @@ def pieces_of(view: memoryview, demuxer: str | None) -> list[Piece]:
     if demuxer == "mov":
         pieces = [piece for file in _cut(view, _mp4_starts(view)) for piece in _mp4_pieces(file)]
     elif demuxer == "matroska":
-        starts = [match.start() for match in _MATROSKA.finditer(view)]
+        starts = (match.start() for match in _MATROSKA.finditer(view))
         pieces = [Piece(demuxer=demuxer, views=(file,)) for file in _cut(view, starts)]
     elif demuxer == "mpegts":
         pieces = [Piece(demuxer=demuxer, views=(file,)) for file in _cut(view, _ts_starts(view))]
     else:
         pieces = [Piece(demuxer=demuxer, views=(view,))]
     if len(pieces) > _MAX_PIECES:
-        raise MediaError(f"the file is joined of {len(pieces)} files, more than the {_MAX_PIECES} that are accepted")
+        raise _too_many()
     return pieces
 
 
-def _cut(view: memoryview, starts: list[int]) -> list[memoryview]:
+def _too_many() -> MediaError:
+    return MediaError(f"the file consists of more than the {_MAX_PIECES} files that are accepted")
+
+
+def _cut(view: memoryview, starts: Iterable[int]) -> list[memoryview]:
     """Cuts a file where others begin."""
-    places = [0, *(start for start in starts if start), len(view)]
-    return [view[start:end] for start, end in itertools.pairwise(places)]
+    places = list(itertools.islice((start for start in starts if start), _MAX_PIECES))
+    if len(places) == _MAX_PIECES:
+        raise _too_many()
+    return [view[start:end] for start, end in itertools.pairwise([0, *places, len(view)])]
 
 
-def _mp4_starts(view: memoryview) -> list[int]:
-    starts = []
+def _mp4_starts(view: memoryview) -> Iterator[int]:
     names: set[bytes] = set()
     for place, name, _ in boxes(view):
         if (name == b"ftyp" and b"mdat" in names) or (name == b"moov" and b"moof" in names):
-            starts.append(place)
+            yield place
             names = set()
         names.add(name)
-    return starts
 
 
 def _mp4_pieces(view: memoryview) -> list[Piece]:
@@ -129,11 +133,10 @@ def _mp4_pieces(view: memoryview) -> list[Piece]:
     return pieces
 
 
-def _ts_starts(view: memoryview) -> list[int]:
-    starts: list[int] = []
+def _ts_starts(view: memoryview) -> Iterator[int]:
     programs: set[bytes] = set()
     tracks: dict[bytes, set[bytes]] = {}
-    last = 0  # table of programs
+    last = start = 0  # of the last table of programs, and of the piece
     for match in _TS_TABLE.finditer(view):
         place = match.start()
         table = bytes(view[place + _TS_HEAD_NBYTES : place + 188])
@@ -143,18 +146,18 @@ def _ts_starts(view: memoryview) -> list[int]:
         if table[0] == 0:
             listed = {table[entry : entry + 4] for entry in range(8, end - 3, 4)}
             if programs and not listed & programs:
-                starts.append(place)
+                yield (start := place)
                 tracks = {}
             programs, last = listed, place
             continue
         program = table[3:5]
         listed = set(_tracks_of_program(table, end))
         if listed and tracks.get(program) and not listed & tracks[program]:
-            starts.append(max(last, starts[-1] if starts else 0))
+            if last > start:
+                yield (start := last)
             tracks = {}
         if listed and any(entry[:2] == program for entry in programs):
             tracks[program] = listed
-    return sorted(set(starts))
 
 
 def _tracks_of_program(table: bytes, end: int) -> Iterator[bytes]:

@@ -62,6 +62,7 @@ class Seams:
             is_keyframe: all that is stored before it is shown before it, too.
             decoded: when it is decoded; None: the format does not store this.
         """
+        duration = self.duration_of(duration)
         is_seam = not self._is_empty and self._begins_part(position, is_keyframe, decoded)
         if is_seam:
             self._past += self._end - self._first
@@ -76,6 +77,10 @@ class Seams:
         if decoded is not None:
             self._decoded = decoded if self._decoded is None else max(self._decoded, decoded)
         return is_seam
+
+    def duration_of(self, duration: int) -> int:
+        """Returns how long a frame is shown; 0, which is not known, if it could not be shown for so long."""
+        return 0 if self._max_gap is not None and duration > self._max_gap else duration
 
     def length_s(self) -> float:
         """Returns how long all parts together last, in seconds."""

@@ -168,6 +168,7 @@ class Timeline:
         """
         number = self.num_packets
         self.num_packets += 1
+        duration = self._seams.duration_of(duration)
         if position is None:
             self._has_timestamps = False
             position = number

@@ -171,8 +171,21 @@ def test_limits_hold_for_all_parts_together(clip_of: Make) -> None:
 
 
 def test_parts_are_not_without_number(clip_of: Make) -> None:
-    with pytest.raises(MediaError, match="joined of 1001 files, more than the 1000"):
+    with pytest.raises(MediaError, match="consists of more than the 1000 files that are accepted"):
         prepared(clip_of(LEVELS[:1]) * 1001)
+    fragments = clip_of(LEVELS[:1], container_options={"movflags": OWN_PLACES})
+    with pytest.raises(MediaError, match="consists of more than the 1000 files that are accepted"):
+        prepared(fragments + from_fragments_on(fragments) * 1000)
+    with pytest.raises(MediaError, match="more than the 100000 fragments that are accepted"):
+        prepared(fragments + b"\0\0\0\x08moof" * 100_000)
+
+
+@for_each("container_options", [{}, {"movflags": OWN_PLACES}])
+def test_a_frame_that_is_shown_for_longer_than_anybody_looks_is_not(clip_of: Make, container_options: dict[str, str]) -> None:
+    times = [*range(20), *range(125_020, 125_050)]
+    assert_all_frames(
+        clip_of(LEVELS, times=times, bf="0", g="10", container_options=container_options), SEAM.replace("0.80", "0.76")
+    )
 
 
 def test_decoding_does_not_open_parts_without_a_wanted_frame(clip_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,19 @@ def test_where_the_order_of_decoding_is_stored_it_tells_without_keyframes() -> N
     assert seams_of([0, 1, 2, 1, 2, 3], keyframes={0}, decoded=[0, 1, 2, 1, 2, 3]) == []  # rounding, and guesses
 
 
+def test_one_wild_time_is_a_part_of_its_own() -> None:
+    times = [*range(10), 10**6, *range(11, 20)]
+    assert seams_of(times, keyframes={0}) == [10, 11]
+
+
+def test_a_frame_that_is_shown_for_too_long_lasts_for_an_unknown_time() -> None:
+    seams = Seams(SECONDS, 600)
+    for time, duration in ((0, 1), (1, 10**6), (10**6 + 1, 1), (10**6 + 2, 10**9)):
+        seams.add(time, duration, is_keyframe=False)
+    assert seams.length_s() == 0.08
+    assert len(seams.times_s) == 1
+
+
 def test_parts_are_added_up() -> None:
     seams = Seams(SECONDS, 600)
     for time in [*range(25), *range(100_000, 100_050), *range(75)]:
