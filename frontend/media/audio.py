@@ -278,7 +278,9 @@ class _Survey:
         prepare_decoder(stream, limits.max_frame_pixels)
         _check_format(stream.codec_context.sample_rate, stream.codec_context.layout.nb_channels)
         end_s = self._read_packets(file, stream)
-        missing = missing_of(file, stream, "recording", SOUND_DECODERS, end_s, limits.max_audio_duration_s)
+        missing = missing_of(
+            file, stream, "recording", SOUND_DECODERS, end_s, limits.max_audio_nbytes, limits.max_audio_duration_s
+        )
         self._shortfalls += [*file.shortfalls, *missing]
         self.tracks.append(stream.index)
 

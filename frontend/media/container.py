@@ -34,6 +34,7 @@ from shmring.frontend.media.damage import Shortfall, missing_end, missing_s, pro
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.fragments import lost_fragments
 from shmring.frontend.media.mp4 import beginning_of, check_tables, missing_samples, whole_part, why_unreadable
+from shmring.frontend.media.ogg import lost_pages
 from shmring.frontend.media.pieces import Piece, pieces_of
 from shmring.frontend.media.riff import wav_sizes
 from shmring.frontend.media.signatures import demuxer_of, is_still_picture
@@ -175,9 +176,7 @@ def opened(piece: Piece, what: str, decoders: frozenset[str], max_frame_pixels: 
         view, is_whole = whole_part(view)
         check_tables(view)
     elif demuxer == "wav":
-        sizes = wav_sizes(view)
-        shortfalls += [sizes.shortfall] if sizes.shortfall else []
-        options["ignore_length"] = str(int(sizes.goes_to_the_end))
+        options["ignore_length"] = str(int(wav_sizes(view, len(view)).goes_to_the_end))
     elif demuxer is not None:
         end = missing_end(demuxer, view)
         shortfalls += [end] if end else []
@@ -267,6 +266,7 @@ def missing_of(
     what: str,
     decoders: frozenset[str],
     end_s: float,
+    max_nbytes: int,
     max_duration_s: float,
 ) -> list[Shortfall]:
     """Compares what a file promises of a track with where its packets end.
@@ -277,6 +277,7 @@ def missing_of(
         what: "recording" or "clip".
         decoders: that may be used.
         end_s: when the track's last packet ends.
+        max_nbytes: of a file that is accepted: a larger size is no promise.
         max_duration_s: that is accepted: a longer one is no promise.
     """
     if file.demuxer == "mov" and not file.is_whole:
@@ -284,6 +285,14 @@ def missing_of(
     promised = promised_s(file.container, stream, file.data, max_duration_s)
     if file.demuxer == "mov":
         return missing_s(promised, end_s) + lost_fragments(file.piece.fragments, file.piece.moved, stream)
+    if file.demuxer == "wav":
+        shortfall = wav_sizes(file.data, max_nbytes).shortfall
+        return [shortfall] if shortfall else []
+    if file.demuxer == "ogg" and isinstance(stream, AudioStream):
+        with opened(file.piece, what, decoders, 1) as again:
+            track = again.container.streams[stream.index]
+            assert isinstance(track, AudioStream), "it is the same file"
+            return lost_pages(again.data, again.container, track)
     if file.demuxer != "matroska":
         return missing_s(promised, end_s)
     # Its duration is that of the longest track. And libav passes over what is damaged without a word, up to the next cluster.

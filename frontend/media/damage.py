@@ -4,16 +4,17 @@ A file promises something: a number of bytes, samples, frames or rows. This prom
 read. Each format says in its own way how much there is:
 
 =======================  ==================================================================
-WAV                      bytes of samples; sizes that mean "written to a pipe" are no promise
+WAV                      bytes of samples; sizes beyond what is accepted are no promise
 MP4, QuickTime           the samples that its index lists, or its fragments do
 Matroska, WebM           the duration, and that all bytes belong to packets
 MP3                      the frames that its first one counts (``Xing``, ``Info``, ``VBRI``)
 FLAC, AIFF, CAF, AVI     samples or frames, in the header
+Ogg                      that the pages of a recording are numbered without a gap
 JPEG, PNG, BMP, GIF      rows
 =======================  ==================================================================
 
-Ogg, AAC, MPEG-TS and MP3s without such a frame promise nothing: the bytes that are there count as the whole. An Ogg and a GIF
-at least mark their end, so a missing end is noticed. Besides, packets that can't be decoded are left out and counted.
+AAC, MPEG-TS and MP3s without such a frame promise nothing: the bytes that are there count as the whole. An Ogg and a GIF at
+least mark their end, so a missing end is noticed. Besides, packets that can't be decoded are left out and counted.
 
 If the missing share is larger than the accepted one (:attr:`shmring.frontend.media.options.MediaLimits.max_missing_share`), the
 medium is refused. If it is smaller, the medium is used as far as it can be read, and its caller is told how much is missing.

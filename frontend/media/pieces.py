@@ -5,7 +5,8 @@ reads the first of them, or takes its description for all others. Pieces are tol
 
 * MP4: the file's type stands behind media data, or an index behind fragments. Fragments whose times begin anew are a piece,
   too, with the head of the file that they are in (:mod:`shmring.frontend.media.fragments`).
-* Matroska: the head of a document.
+* Matroska, FLAC, AIFF, CAF: another head.
+* WAV: another head. Those of the same format become one piece (:mod:`shmring.frontend.media.riff`).
 * MPEG-TS: tables that list other programs, or other tracks of a program, and none of those before. Where these stay, times
   tell (:mod:`shmring.frontend.media.seams`).
 
@@ -24,13 +25,19 @@ from collections.abc import Iterable, Iterator
 
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.fragments import Fragment, parts_of, places_to_write, read_fragments
+from shmring.frontend.media.riff import wav_pieces
 from shmring.frontend.media.signatures import boxes
 
 __all__ = ["Piece", "pieces_of"]
 
 _MAX_PIECES = 1000  # ten minutes in segments of a second with a head each are 600; to open one takes a millisecond
 
-_MATROSKA = re.compile(rb"\x1a\x45\xdf\xa3.{1,64}?\x42\x82.(?:webm|matroska)", re.DOTALL)
+_HEADS = {
+    "matroska": re.compile(rb"\x1a\x45\xdf\xa3.{1,64}?\x42\x82.(?:webm|matroska)", re.DOTALL),
+    "flac": re.compile(rb"fLaC[\x00\x80]\x00\x00\x22"),
+    "aiff": re.compile(rb"FORM.{4}AIF[FC]", re.DOTALL),
+    "caf": re.compile(rb"caff\x00\x01\x00\x00desc"),
+}
 # A packet that begins with a table of programs (PAT), or of a program's tracks (PMT): ISO 13818-1, 2.4.4.
 _TS_TABLE = re.compile(rb"G(?:[\x40\x60]\0[\x10-\x1f]\0\0|[\x40-\x7f].[\x10-\x1f]\0\x02)[\xb0-\xbf]", re.DOTALL)
 _TS_HEAD_NBYTES = 5
@@ -58,7 +65,7 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """How many bytes of the file are in it, its head not counted where that is another's, too."""
-        return len(self.views[-1])
+        return sum(len(view) for view in self.views[1:] or self.views)
 
     def data(self) -> memoryview:
         """Returns its bytes: those of the file, or a copy where something else is written in them."""
@@ -82,9 +89,11 @@ def pieces_of(view: memoryview, demuxer: str | None) -> list[Piece]:
     """
     if demuxer == "mov":
         pieces = [piece for file in _cut(view, _mp4_starts(view)) for piece in _mp4_pieces(file)]
-    elif demuxer == "matroska":
-        starts = (match.start() for match in _MATROSKA.finditer(view))
+    elif demuxer in _HEADS:
+        starts = (match.start() for match in _HEADS[demuxer].finditer(view))
         pieces = [Piece(demuxer=demuxer, views=(file,)) for file in _cut(view, starts)]
+    elif demuxer == "wav":
+        pieces = [Piece(demuxer=demuxer, views=views) for views in wav_pieces(view)]
     elif demuxer == "mpegts":
         pieces = [Piece(demuxer=demuxer, views=(file,)) for file in _cut(view, _ts_starts(view))]
     else:

@@ -1,25 +1,36 @@
-"""Looks at the sizes in a WAV file, which libav does not hold against it: a truncated one just ends early there.
+"""WAV files whose sizes are wrong, and such that were joined. libav says nothing of either: it reads up to where it takes the
+samples to end.
 
-A recorder that writes to a pipe can't know how long the recording will be, and writes the largest sizes there are (ffmpeg
-0xFFFFFFFF, SoX a little less than half of it), or none. One that was killed leaves 0. Such sizes promise nothing: the
-samples go on to the end of the file. A size that is too small is told by what follows the samples: if it is no chunk, and
-the file as a whole is said to go on, it is samples as well. Any other size is a promise.
+A recorder that writes to a pipe can't know how long the recording will be. It writes some large size, or none; one that was
+killed leaves 0. A size that would make the file larger than is accepted could never be kept, so it promises nothing: the
+samples go on to the end of the file. A size that is too small is told by what follows the samples: if it is no chunk, and the
+file as a whole is said to go on, it is samples as well. Any other size is a promise.
+
+Where a second head follows, WAVs were put one behind the other, as the parts of streamed speech are. Those of the same format
+become one file, which promises what its parts promise.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 import struct
+from typing import Literal
 
 from shmring.frontend.media.damage import Shortfall
+from shmring.frontend.media.errors import MediaError
 
-__all__ = ["WavSizes", "wav_sizes"]
+__all__ = ["WavSizes", "wav_pieces", "wav_sizes"]
 
-_UNKNOWN_NBYTES = 0x7FFF_F000  # sizes from here on stand for "written to a pipe"
-_UNKNOWN_LARGE_NBYTES = 1 << 62
-_FORMS = (b"RIFF", b"RF64", b"BW64")  # the latter two have sizes of 64 bits, in a chunk of their own
-_CHUNK = struct.Struct("<4sI")
-_LARGE = struct.Struct("<QQ")
+_FORMS = (b"RIFF", b"RF64", b"BW64", b"RIFX")  # the middle two have sizes of 64 bits, in a chunk of their own
+_HEAD = re.compile(rb"WAVE(?<=(?:RIFF|RF64|BW64|RIFX)....WAVE)[ -~]{4}", re.DOTALL)  # the latter begins the name of a chunk
+_NAME_PLACE = 8  # of WAVE
+_FIRST_CHUNK = 12
+_CHUNK_NBYTES = 8  # of its head
+_LARGEST = 0xFFFF_FFFF
+_MAX_FORMAT_NBYTES = 1024  # the usual ones have 16 to 50
+_MAX_PARTS = 50_000  # ten minutes in parts of 20 ms are 30 000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,40 +46,142 @@ class WavSizes:
     goes_to_the_end: bool = False
 
 
-def wav_sizes(data: bytes | memoryview) -> WavSizes:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Wav:
+    """What the head of a WAV file says.
+
+    Attributes:
+        order: of bytes in numbers.
+        riff_nbytes: of all chunks.
+        format: the chunk that says what a sample is.
+        place: where the samples begin.
+        nbytes: of them.
+        is_readable: libav takes the file's sizes for such.
+    """
+
+    order: Literal["little", "big"]
+    riff_nbytes: int
+    format: bytes
+    place: int
+    nbytes: int
+    is_readable: bool
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one sample of all channels, or of what is encoded together."""
+        return max(1, int.from_bytes(self.format[_CHUNK_NBYTES + 12 : _CHUNK_NBYTES + 14], self.order))
+
+    def extent(self, data: memoryview) -> tuple[int, int]:
+        """Returns where the samples end, and how many bytes of them are promised."""
+        present = len(data) - self.place
+        if self.nbytes >= present:
+            return len(data), self.nbytes
+        end = self.place + self.nbytes + self.nbytes % 2
+        is_unfinished = (
+            self.nbytes == 0 and self.riff_nbytes <= self.place
+        )  # what a recorder writes first, and mends at its end
+        is_too_small = self.riff_nbytes >= end and end < len(data) and not _is_chunk(data, end, self.order)
+        if is_unfinished or is_too_small:
+            return len(data), present
+        return self.place + self.nbytes, self.nbytes
+
+
+def wav_sizes(data: memoryview, max_nbytes: int) -> WavSizes:
     """Returns what is wrong with the sizes of a WAV file.
 
     Args:
         data: the file. Of others nothing is said.
+        max_nbytes: of a file that is accepted.
     """
-    if len(data) < 12 or bytes(data[:4]) not in _FORMS or bytes(data[8:12]) != b"WAVE":
+    wav = _read(data)
+    if wav is None:
         return WavSizes()
-    large_nbytes = 0
-    (_, riff_nbytes), place = _CHUNK.unpack_from(data), 12
-    while place + _CHUNK.size <= len(data):
-        name, nbytes = _CHUNK.unpack_from(data, place)
-        place += _CHUNK.size
-        if name == b"ds64" and place + _LARGE.size <= len(data):
-            riff_nbytes, large_nbytes = _LARGE.unpack_from(data, place)
+    end, promised = wav.extent(data)
+    if wav.place + promised > max_nbytes:
+        return WavSizes(goes_to_the_end=True)
+    missing = wav.place + promised - end
+    if missing > 0:
+        return WavSizes(shortfall=Shortfall(missing=missing, promised=promised, unit="bytes of samples"))
+    return WavSizes(goes_to_the_end=promised > wav.nbytes)
+
+
+def wav_pieces(data: memoryview) -> list[tuple[memoryview, ...]]:
+    """Returns the files that a WAV file was joined of, or the file itself; each as what it is put together of.
+
+    Args:
+        data: the file.
+
+    Raises:
+        MediaError: they are too many.
+    """
+    heads = itertools.islice(_HEAD.finditer(data, _FIRST_CHUNK), _MAX_PARTS)
+    starts = [match.start() - _NAME_PLACE for match in heads]
+    if len(starts) >= _MAX_PARTS:
+        raise MediaError(f"the recording is joined of more than the {_MAX_PARTS} WAV files that are accepted")
+    parts = [data[start:end] for start, end in zip([0, *starts], [*starts, len(data)], strict=True)]
+    wavs = [_read(part) for part in parts]
+    if len(parts) == 1 and (wavs[0] is None or wavs[0].is_readable):
+        return [(data,)]
+    pieces: list[list[memoryview]] = []
+    promises: list[int] = []
+    last: _Wav | None = None
+    for wav, part in zip(wavs, parts, strict=True):
+        if wav is None:
+            continue
+        end, promised = wav.extent(part)
+        if last is None or (last.order, last.format) != (wav.order, wav.format):
+            pieces.append([memoryview(b"")])
+            promises.append(0)
+        torn = (end - wav.place) % wav.block_nbytes  # a part of a sample would put all that follows out of place
+        promises[-1] += promised - promised % wav.block_nbytes
+        pieces[-1][0] = memoryview(_head(wav, promises[-1]))
+        pieces[-1].append(part[wav.place : end - torn])
+        last = wav
+    return [tuple(piece) for piece in pieces] or [(data,)]
+
+
+def _head(wav: _Wav, nbytes: int) -> bytes:
+    """The head of a file with so many bytes of samples."""
+    riff_nbytes = 4 + len(wav.format) + _CHUNK_NBYTES + nbytes
+    sizes = [min(size, _LARGEST).to_bytes(4, wav.order) for size in (riff_nbytes, nbytes)]
+    return (b"RIFF" if wav.order == "little" else b"RIFX") + sizes[0] + b"WAVE" + wav.format + b"data" + sizes[1]
+
+
+def _read(data: memoryview) -> _Wav | None:
+    """Reads a WAV file up to its samples; None: it has none, or is no such file."""
+    if len(data) < _FIRST_CHUNK or bytes(data[:4]) not in _FORMS or bytes(data[_NAME_PLACE:_FIRST_CHUNK]) != b"WAVE":
+        return None
+    order: Literal["little", "big"] = "big" if bytes(data[:4]) == b"RIFX" else "little"
+    riff_nbytes = int.from_bytes(data[4:8], order)
+    large: tuple[int, ...] = (0, 0, 0)  # bytes of all chunks, bytes of samples, samples
+    format_chunk = b""
+    place = _FIRST_CHUNK
+    while place + _CHUNK_NBYTES <= len(data):
+        name, nbytes = bytes(data[place : place + 4]), int.from_bytes(data[place + 4 : place + 8], order)
+        chunk, place = place, place + _CHUNK_NBYTES
         if name == b"data":
-            if nbytes == 0xFFFF_FFFF and 0 < large_nbytes < _UNKNOWN_LARGE_NBYTES:
-                nbytes = large_nbytes
-            elif nbytes >= _UNKNOWN_NBYTES:
-                return WavSizes(goes_to_the_end=True)
-            present = len(data) - place
-            if nbytes > present:
-                return WavSizes(shortfall=Shortfall(missing=nbytes - present, promised=nbytes, unit="bytes of samples"))
-            end = place + nbytes + nbytes % 2
-            is_unfinished = nbytes == 0 and riff_nbytes <= place  # what a recorder writes first, and mends at its end
-            is_too_small = riff_nbytes >= end and end < len(data) and not _is_chunk(data, end)
-            return WavSizes(goes_to_the_end=present > nbytes and (is_unfinished or is_too_small))
+            if nbytes == _LARGEST and large[1]:
+                nbytes = large[1]
+            return _Wav(
+                order=order,
+                riff_nbytes=riff_nbytes,
+                format=format_chunk,
+                place=place,
+                nbytes=nbytes,
+                is_readable=max(large) < 1 << 63,
+            )
+        if name == b"ds64" and place + 24 <= len(data):
+            large = struct.unpack_from("<3Q", data, place)
+            riff_nbytes = large[0]
         place += nbytes + nbytes % 2
-    return WavSizes()
+        if name == b"fmt " and nbytes <= _MAX_FORMAT_NBYTES:
+            format_chunk = bytes(data[chunk:place])
+    return None
 
 
-def _is_chunk(data: bytes | memoryview, place: int) -> bool:
+def _is_chunk(data: memoryview, place: int, order: Literal["little", "big"]) -> bool:
     """Whether something that looks like a chunk begins here: a name of four letters, and a size that fits."""
-    if place + _CHUNK.size > len(data):
+    if place + _CHUNK_NBYTES > len(data):
         return False
-    name, nbytes = _CHUNK.unpack_from(data, place)
-    return all(0x20 <= byte < 0x7F for byte in name) and place + _CHUNK.size + nbytes <= len(data)
+    nbytes = int.from_bytes(data[place + 4 : place + 8], order)
+    return all(0x20 <= byte < 0x7F for byte in data[place : place + 4]) and place + _CHUNK_NBYTES + nbytes <= len(data)

@@ -394,7 +394,7 @@ class _Scan:
             self.num_pixels = max(self.num_pixels, frame.width * frame.height)
             self.first = self.first or frame
         end_s = timeline.piece_end_s()
-        missing = missing_of(file, stream, "clip", VIDEO_DECODERS, end_s, limits.max_video_duration_s)
+        missing = missing_of(file, stream, "clip", VIDEO_DECODERS, end_s, limits.max_video_nbytes, limits.max_video_duration_s)
         self.shortfalls += [*file.shortfalls, *missing]
 
     def read_further(self, piece: Piece) -> None:

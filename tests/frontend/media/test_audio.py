@@ -335,13 +335,76 @@ def test_an_ogg_promises_nothing_but_its_end(recording_of: Callable[..., bytes])
     assert sound.shortfall == "the recording is damaged or truncated: its end is missing (OGG)"
 
 
+# ffmpeg's and SoX's (of whole samples; the second is for 24 bits and two channels), and those of libraries for speech.
+PLACEHOLDERS = [0xFFFFFFFF, 0x7FFFEFFC, 0x7FFFF000, 2_000_000_000, 1_000_000_000, 1 << 30]
+
+
 @for_each(
     ("claimed", "riff"),
-    [(0, 0), (0, 36), *itertools.product([0x7FFFF000, 0xFFFFFFFF], [0, 36, 0x7FFFF024, 0xFFFFFFFF])],
+    [(0, 0), (0, 36), *itertools.product(PLACEHOLDERS, [0, 36, 0x7FFFF024, 0xFFFFFFFF])],
 )
 def test_a_wav_whose_sizes_say_nothing_goes_to_its_end(claimed: int, riff: int) -> None:
     data = bytearray(wav((chirp(RATE) * 32767).astype(np.int16).tobytes(), claimed=claimed))
     data[4:8] = struct.pack("<I", riff)
+    samples, sound = decoded(bytes(data))
+    assert (len(samples), sound.shortfall) == (SECONDS * RATE, "")
+
+
+@for_each("claimed", [2_147_479_548, 2_000_000_000])
+def test_a_wav_of_24_bits_and_an_extended_format_goes_to_its_end(claimed: int) -> None:
+    whole = np.repeat((chirp(RATE) * 8_388_607).astype("<i4"), 2)
+    payload = whole.view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
+    kind = struct.pack("<HHI", 22, 24, 3) + bytes.fromhex("0100000000001000800000aa00389b71")  # PCM, of 24 bits, left and right
+    head = struct.pack("<HHIIHH", 0xFFFE, 2, RATE, 6 * RATE, 6, 24) + kind
+    chunks = b"fmt " + struct.pack("<I", len(head)) + head + b"fact" + struct.pack("<II", 4, claimed // 6)
+    data = b"RIFF" + struct.pack("<I", 0x7FFFF044) + b"WAVE" + chunks + b"data" + struct.pack("<I", claimed) + payload
+    samples, sound = decoded(data)
+    assert sound.shortfall == ""
+    np.testing.assert_allclose(samples, chirp(RATE), atol=1e-6)
+
+
+@for_each(("rate", "claimed"), [(RATE, None), (24_000, None), (24_000, 0xFFFFFFFF), (24_000, 0)])
+def test_wavs_that_were_joined_are_heard_as_one(rate: int, claimed: int | None) -> None:
+    payload = (chirp(rate) * 32767).astype("<i2").tobytes()
+    parts = [payload[place : place + 9_600] for place in range(0, len(payload), 9_600)]
+    samples, sound = decoded(b"".join(wav(part, rate=rate, claimed=claimed) for part in parts))
+    assert sound.shortfall == ""
+    np.testing.assert_array_equal(samples, decoded(wav(payload, rate=rate))[0])
+
+
+def test_of_joined_wavs_what_the_last_one_lacks_is_told() -> None:
+    payload = (chirp(RATE) * 32767).astype("<i2").tobytes()
+    samples, sound = decoded(wav(payload) * 5 + wav(payload)[:-6400])
+    assert sound.shortfall == "the recording is damaged or truncated: 6400 of 384000 bytes of samples (1.7 %) are missing"
+    assert len(samples) == 6 * SECONDS * RATE - 3200
+
+
+def test_joined_wavs_of_different_formats_follow_each_other() -> None:
+    first, second = ((chirp(rate) * 32767).astype("<i2").tobytes() for rate in (RATE, 24_000))
+    samples, _ = decoded(wav(first) + wav(second, rate=24_000))
+    assert len(samples) == pytest.approx(2 * SECONDS * RATE, abs=20)
+    np.testing.assert_allclose(
+        samples[SECONDS * RATE + 100 : -100], chirp(RATE)[100 : len(samples) - SECONDS * RATE - 100], atol=1e-3
+    )
+
+
+@for_each(("container", "codec"), [("flac", "flac"), ("aiff", "pcm_s16be"), ("caf", "pcm_s16le"), ("mp3", "libmp3lame")])
+def test_other_recordings_that_were_joined_are_heard_whole(
+    recording_of: Callable[..., bytes], container: str, codec: str
+) -> None:
+    first, second = (recording_of(scale * chirp(44_100), 44_100, container, codec) for scale in (0.5, 1.0))
+    samples, sound = decoded(first + second)
+    assert sound.duration_s == pytest.approx(2 * SECONDS, abs=0.1)
+    assert np.abs(samples[len(samples) // 2 + RATE // 2 :]).max() == pytest.approx(0.5, abs=0.05)
+    assert "missing" not in sound.shortfall
+
+
+def test_an_aiff_that_was_written_to_a_pipe_is_read_whole(recording_of: Callable[..., bytes]) -> None:
+    data = bytearray(recording_of(chirp(RATE), RATE, "aiff", "pcm_s16be"))
+    place = data.index(b"SSND") + 4
+    data[place : place + 4] = struct.pack(">I", 0x7F000008)
+    place = data.index(b"COMM") + 10
+    data[place : place + 4] = struct.pack(">I", 0x7F000000 // 2)  # as SoX counts
     samples, sound = decoded(bytes(data))
     assert (len(samples), sound.shortfall) == (SECONDS * RATE, "")
 

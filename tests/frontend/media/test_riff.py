@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import struct
 
-from shmring.frontend.media.riff import WavSizes, wav_sizes
+import pytest
+
+from shmring.frontend.media import riff
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.riff import WavSizes, wav_pieces
 from tests.tables import for_each
 
+MAX_NBYTES = 64 << 20
 FORMAT = b"fmt " + struct.pack("<IHHIIHH", 16, 1, 1, 16_000, 32_000, 2, 16)
+
+
+def wav_sizes(data: bytes, max_nbytes: int = MAX_NBYTES) -> WavSizes:
+    return riff.wav_sizes(memoryview(data), max_nbytes)
 
 
 def large(claimed: int, present: int) -> bytes:
     body = (
-        b"WAVEds64" + struct.pack("<IQQQI", 28, claimed + 72, claimed, 0, 0) + FORMAT + b"data\xff\xff\xff\xff" + bytes(present)
+        b"WAVEds64"
+        + struct.pack("<IQQQI", 28, (claimed + 72) % (1 << 64), claimed, 0, 0)
+        + FORMAT
+        + b"data\xff\xff\xff\xff"
+        + bytes(present)
     )
     return b"RF64\xff\xff\xff\xff" + body
 
@@ -20,6 +33,13 @@ def large(claimed: int, present: int) -> bytes:
 def wav(claimed: int, present: int, riff: int | None = None, before: bytes = b"") -> bytes:
     body = b"WAVE" + FORMAT + before + b"data" + struct.pack("<I", claimed) + bytes(present)
     return b"RIFF" + struct.pack("<I", len(body) if riff is None else riff) + body
+
+
+def big_endian(data: bytes) -> bytes:
+    """With its numbers the other way round: of all chunks, in the format, of the samples."""
+    numbers = struct.unpack_from("<IHHIIHH", data, 16)
+    head = b"RIFX" + data[4:8][::-1] + b"WAVEfmt " + struct.pack(">IHHIIHH", *numbers)
+    return head + b"data" + data[40:44][::-1] + data[44:]
 
 
 LIST = b"LIST" + struct.pack("<I", 3) + b"odd" + b"\0"
@@ -50,10 +70,18 @@ def test_nothing_is_wrong_with_whole_files_and_with_others(data: bytes) -> None:
         wav(0xFFFFFFFF, 1000, riff=36),
         wav(0xFFFFFFFF, 1000),
         wav(0x7FFFF000, 1000, riff=0x7FFFF024),
+        wav(0x7FFFEFFC, 1000, riff=0x7FFFF020),
+        wav(2_000_000_000, 1000),
+        wav(1_000_000_000, 1000),
+        wav(1 << 30, 1000),
+        wav(100_000_000, 1000),
+        wav(MAX_NBYTES - 43, 1000),
+        big_endian(wav(2_000_000_000, 1000)),
         wav(0, 1000, riff=0),
         wav(0, 1000, riff=36),
         large(0, 1000),
         large((1 << 64) - 80, 1000),
+        large(1 << 40, 1000),
         wav(500, 1000),
         wav(500, 1000, before=LIST),
     ],
@@ -70,9 +98,66 @@ def test_sizes_that_promise_nothing_let_the_samples_go_to_the_end(data: bytes) -
         (wav(1000, 0), 1000),
         (large(1000, 400), 600),
         (wav(1000, 10, before=LIST), 990),
+        (big_endian(wav(1000, 400)), 600),
     ],
 )
 def test_what_is_missing_is_counted(data: bytes, missing: int) -> None:
     shortfall = wav_sizes(data).shortfall
     assert shortfall is not None
     assert (shortfall.missing, shortfall.promised, shortfall.unit) == (missing, 1000, "bytes of samples")
+
+
+def test_what_is_accepted_says_which_sizes_are_promises() -> None:
+    data = wav(10_000, 1000)
+    assert wav_sizes(data, 10_043) == WavSizes(goes_to_the_end=True)
+    assert wav_sizes(data, 10_044).shortfall is not None
+
+
+def sound(data: bytes, max_nbytes: int = MAX_NBYTES) -> list[tuple[int, int]]:
+    """Of each file that a WAV was joined of, how many samples it has, and how many bytes are missing."""
+    sounds = []
+    for views in wav_pieces(memoryview(data)):
+        piece = b"".join(views)
+        place = piece.index(b"data") + 8
+        shortfall = wav_sizes(piece, max_nbytes).shortfall
+        sounds.append(((len(piece) - place) // 2, int(shortfall.missing) if shortfall else 0))
+    return sounds
+
+
+def test_a_file_that_was_not_joined_is_one_piece_and_not_copied() -> None:
+    for data in (wav(1000, 1000) + LIST, wav(1 << 30, 1000), large(1000, 1000), b"", b"RIFF", b"fLaC" + bytes(100)):
+        ((view,),) = wav_pieces(memoryview(data))
+        assert view.obj is data
+
+
+@for_each(
+    ("parts", "samples", "missing"),
+    [
+        ([wav(1000, 1000)] * 3, 1500, 0),
+        ([wav(1000, 1000, before=LIST) + LIST, wav(600, 600)], 800, 0),
+        ([wav(1 << 30, 1000, riff=0xFFFFFFFF)] * 3, 1500, 0),
+        ([wav(0, 1000, riff=0)] * 3, 1500, 0),
+        ([wav(500, 1000), wav(1000, 1000)], 1000, 0),
+        ([large(1000, 1000)] * 2, 1000, 0),
+        ([large((1 << 64) - 1, 1000)], 500, 0),
+        ([wav(1000, 1000), wav(1000, 400)], 700, 600),
+        ([wav(1000, 401), wav(1000, 1000)], 700, 600),
+        ([wav(1000, 1000), wav(1000, 1000)[:20]], 500, 0),
+        ([big_endian(wav(1000, 1000))] * 2, 1000, 0),
+    ],
+)
+def test_wavs_that_were_joined_are_one_and_promise_what_each_does(parts: list[bytes], samples: int, missing: int) -> None:
+    assert sound(b"".join(parts)) == [(samples, missing)]
+
+
+def test_wavs_of_other_formats_are_pieces_of_their_own() -> None:
+    other = bytearray(wav(600, 600))
+    other[24:28] = struct.pack("<I", 8000)  # samples a second
+    assert sound(wav(1000, 1000) * 2 + bytes(other) + wav(1000, 1000)) == [(1000, 0), (300, 0), (500, 0)]
+
+
+def test_the_number_of_parts_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(riff, "_MAX_PARTS", 4)
+    assert sound(wav(10, 10) * 4) == [(20, 0)]
+    with pytest.raises(MediaError, match="more than the 4 WAV files"):
+        wav_pieces(memoryview(wav(10, 10) * 5))

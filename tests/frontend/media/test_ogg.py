@@ -1,0 +1,122 @@
+"""Ogg files that lack pages: what is lost is told, by the numbers of pages and the samples up to their ends."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.options import MediaLimits
+from tests.frontend.media.test_audio import chirp, decoded
+from tests.tables import for_each
+
+SECONDS = 20
+GRANULE, NUMBER, CHECKSUM = 6, 18, 22  # places in a page
+CODECS = [("libopus", 48_000), ("flac", 44_100)]
+
+
+def pages(data: bytes) -> list[bytes]:
+    found, place = [], 0
+    while place < len(data):
+        segments = data[place + 26]
+        end = place + 27 + segments + sum(data[place + 27 : place + 27 + segments])
+        found.append(data[place:end])
+        place = end
+    return found
+
+
+def granule(page: bytes) -> int:
+    return int(struct.unpack_from("<Q", page, GRANULE)[0])
+
+
+def sealed(page: bytearray) -> bytes:
+    """A page whose checksum is right."""
+    page[CHECKSUM : CHECKSUM + 4] = bytes(4)
+    checksum = 0
+    for byte in page:
+        checksum ^= byte << 24
+        for _ in range(8):
+            checksum = (checksum << 1 ^ (0x04C11DB7 if checksum >> 31 else 0)) & 0xFFFF_FFFF
+    page[CHECKSUM : CHECKSUM + 4] = struct.pack("<I", checksum)
+    return bytes(page)
+
+
+def ogg(recording_of: Callable[..., bytes], codec: str, rate: int, seconds: float = SECONDS) -> list[bytes]:
+    return pages(recording_of(chirp(rate, seconds), rate, "ogg", codec))
+
+
+def sounding(found: list[bytes]) -> list[int]:
+    """Which pages have sound in them."""
+    return [number for number, page in enumerate(found) if granule(page)]
+
+
+@for_each(("codec", "rate"), CODECS)
+def test_a_page_that_is_lost_or_damaged_is_told(recording_of: Callable[..., bytes], codec: str, rate: int) -> None:
+    found = ogg(recording_of, codec, rate)
+    assert decoded(b"".join(found))[1].shortfall == ""
+    number = sounding(found)[len(sounding(found)) // 2]
+    lost_s = (granule(found[number]) - granule(found[number - 1])) / rate
+    damaged = bytearray(found[number])
+    damaged[-1] ^= 1
+    for instead in ([], [bytes(damaged)]):
+        samples, sound = decoded(b"".join([*found[:number], *instead, *found[number + 1 :]]))
+        said = f"the recording is damaged or truncated: {lost_s:.3g} of "
+        assert sound.shortfall.startswith(said)
+        assert sound.shortfall.endswith(" %) are missing in the middle")
+        assert len(samples) == pytest.approx((SECONDS - lost_s) * 16_000, abs=0.1 * 16_000)
+
+
+def test_all_lost_pages_count_and_too_many_are_refused(recording_of: Callable[..., bytes]) -> None:
+    found = ogg(recording_of, "libopus", 48_000)
+    first = sounding(found)[0]
+    sound = decoded(b"".join(found[: first + 4] + found[first + 5 : first + 12] + found[first + 13 :]))[1]
+    assert "2 of 20 s (10 %) are missing in the middle" in sound.shortfall
+    short = b"".join(found[: first + 4] + found[first + 9 :])
+    with pytest.raises(MediaError, match=r"5 of 20 s \(25 %\) are missing in the middle"):
+        decoded(short)
+    assert decoded(short, limits=MediaLimits(max_missing_share=0.3))[1].duration_s == pytest.approx(SECONDS - 5, abs=0.1)
+
+
+def test_a_pause_is_not_lost(recording_of: Callable[..., bytes]) -> None:
+    found = ogg(recording_of, "libopus", 48_000, 4)
+    later = []
+    for page in found[3:]:
+        moved = bytearray(page)
+        struct.pack_into("<Q", moved, GRANULE, granule(page) + 96_000)
+        later.append(sealed(moved))
+    assert decoded(b"".join(found[:3] + later))[1].shortfall == ""
+
+
+def test_other_numbers_are_not_lost(recording_of: Callable[..., bytes]) -> None:
+    found = ogg(recording_of, "libopus", 48_000, 4)
+    later = []
+    for number, page in enumerate(found[3:]):
+        moved = bytearray(page)
+        struct.pack_into("<I", moved, NUMBER, 7 * number + 1000)
+        later.append(sealed(moved))
+    assert decoded(b"".join(found[:3] + later))[1].shortfall == ""
+
+
+def test_a_beginning_that_is_missing_is_told(recording_of: Callable[..., bytes]) -> None:
+    found = ogg(recording_of, "libopus", 48_000, 4)
+    first = sounding(found)[0]
+    damaged = bytearray(found[first])
+    damaged[-1] ^= 1
+    for instead in ([], [bytes(damaged)]):
+        sound = decoded(b"".join([*found[:first], *instead, *found[first + 1 :]]))[1]
+        assert sound.shortfall == "the recording is damaged or truncated: its beginning is missing (OGG)"
+        assert sound.duration_s == pytest.approx(3, abs=0.1)
+
+
+def test_recordings_that_were_joined_lack_nothing(recording_of: Callable[..., bytes]) -> None:
+    first, second = (recording_of(chirp(48_000), 48_000, "ogg", "libopus") for _ in range(2))
+    moved = []
+    for page in pages(second):
+        other = bytearray(page)
+        other[14:18] = b"next"  # of another stream
+        moved.append(sealed(other))
+    sound = decoded(first + b"".join(moved))[1]
+    assert "missing" not in sound.shortfall  # only where the second one begins
+    assert sound.duration_s == pytest.approx(4, abs=0.1)
