@@ -7,9 +7,8 @@ private memory there is a packet and a block, however long the recording is. If 
 and that is an error; if there is less, the target is filled as far as it goes.
 
 How: the first track of sound that can be decoded, also of a clip; one that the file says to play by default goes before.
-Channels are mixed to one such that no full scale input overflows (stereo: their mean), as libswresample weighs them;
-rate conversion is libswresample's. The delay that codecs add is removed where the container says so. Packets that can't
-be decoded are left out, as players do, and counted (:mod:`shmring.frontend.media.damage`).
+Channels are mixed to one (:mod:`shmring.frontend.media.mixing`). The delay that codecs add is removed where the container says
+so. Packets that can't be decoded are left out, as players do, and counted (:mod:`shmring.frontend.media.damage`).
 
 Invariant: whatever the bytes are, :class:`MediaError` is all that comes out, and no sample is NaN or infinite.
 """
@@ -19,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from fractions import Fraction
 from typing import Protocol
 
@@ -27,7 +26,6 @@ import av
 import av.error
 import numpy as np
 from av.audio.frame import AudioFrame
-from av.audio.resampler import AudioResampler
 from av.audio.stream import AudioStream
 from numpy.typing import NDArray
 
@@ -48,6 +46,7 @@ from shmring.frontend.media.container import (
 from shmring.frontend.media.damage import Shortfall, accepted_shortfall, joined, largest, missing_packets
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.mel import LogMelWriter, num_mel_frames
+from shmring.frontend.media.mixing import Mixture, check_format, first_channels, mixed
 from shmring.frontend.media.options import MediaLimits
 from shmring.frontend.media.pieces import Piece
 from shmring.frontend.media.seams import Seams, max_gap_s
@@ -56,10 +55,6 @@ __all__ = ["DecodedSound", "SoundHeader", "decode_into", "probe"]
 
 # Codecs begin and end with some milliseconds that no packet's duration tells of: 23 for AAC, 27 for MP3, 80 for Opus' preroll.
 _SLACK_S = 0.25
-# Beyond, libswresample's filters grow with the ratio of rates: 3 GB for 100 MHz.
-_MIN_SAMPLE_RATE, _MAX_SAMPLE_RATE = 1_000, 768_000
-_MAX_CHANNELS = 64  # libswresample's own limit
-_MIXABLE_CHANNELS = (*range(1, 9), 10, 12, 14, 16, 24)  # numbers for which libav knows where the channels stand
 # 24 dB over full scale. Recordings in floating point pass 1 at times; what passes this was never scaled to it.
 _MAX_AMPLITUDE = 16.0
 # Some store whole numbers as floating point, up to 32 768 or 2 147 483 648.
@@ -168,11 +163,24 @@ def decode_into(data: bytes, header: SoundHeader, target: NDArray[np.float32]) -
     """
     if target.shape != header.shape or target.dtype != np.float32:
         raise ValueError(f"the target is {target.dtype} {target.shape}, the recording needs float32 {header.shape}")
+    mixture = Mixture()
+    sound = _decode_into(data, header, target, mixture.counted)
+    if mixture.is_worse_than_the_first_channel():
+        sound = _decode_into(data, header, target, first_channels)
+    return sound
+
+
+def _decode_into(
+    data: bytes,
+    header: SoundHeader,
+    target: NDArray[np.float32],
+    before_mixing: Callable[[Iterator[AudioFrame]], Iterator[AudioFrame]],
+) -> DecodedSound:
     writer = LogMelWriter(target, header.sample_rate) if header.mel_bands is not None else _WaveformWriter(target)
     num_samples = 0
     counts = _PacketCounts()
     with media_errors("recording"), contextlib.closing(_frames(data, header, counts)) as frames:
-        for frame in _resampled(frames, header.sample_rate):
+        for frame in mixed(before_mixing(frames), header.sample_rate):
             samples = frame.to_ndarray()[0]
             num_samples += len(samples)
             if num_samples > header.num_samples:
@@ -240,15 +248,6 @@ def _track(file: OpenFile, index: int) -> AudioStream:
     return stream
 
 
-def _check_format(sample_rate: int, channels: int) -> None:
-    if not _MIN_SAMPLE_RATE <= sample_rate <= _MAX_SAMPLE_RATE:
-        raise MediaError(
-            f"the recording has {sample_rate} samples a second; {_MIN_SAMPLE_RATE} to {_MAX_SAMPLE_RATE} are accepted"
-        )
-    if not 1 <= channels <= _MAX_CHANNELS:
-        raise MediaError(f"the recording has {channels} channels; 1 to {_MAX_CHANNELS} are accepted")
-
-
 class _Survey:
     """Reads packets without decoding them.
 
@@ -276,7 +275,7 @@ class _Survey:
         """Reads a piece."""
         limits = self._limits
         prepare_decoder(stream, limits.max_frame_pixels)
-        _check_format(stream.codec_context.sample_rate, stream.codec_context.layout.nb_channels)
+        check_format(stream.codec_context.sample_rate, stream.codec_context.layout.nb_channels)
         end_s = self._read_packets(file, stream)
         missing = missing_of(
             file, stream, "recording", SOUND_DECODERS, end_s, limits.max_audio_nbytes, limits.max_audio_duration_s
@@ -351,23 +350,3 @@ def _frames(data: bytes, header: SoundHeader, counts: _PacketCounts) -> Generato
                     yield from packet.decode()
                 except av.error.InvalidDataError:
                     counts.damaged += 1
-
-
-def _resampled(frames: Iterator[AudioFrame], sample_rate: int) -> Iterator[AudioFrame]:
-    """Mixes down to one channel, float32, and resamples. Some streams change their format on their way."""
-    resampler: AudioResampler | None = None
-    resampled_format: tuple[str, str, int] | None = None
-    for frame in frames:
-        frame_format = (frame.format.name, frame.layout.name, frame.sample_rate)
-        if resampler is None or frame_format != resampled_format:
-            if resampler is not None:
-                yield from resampler.resample(None)
-            _check_format(frame.sample_rate, frame.layout.nb_channels)
-            if frame.layout.nb_channels not in _MIXABLE_CHANNELS:
-                raise MediaError(f"the recording has {frame.layout.nb_channels} channels in an arrangement that can't be mixed")
-            # Mixing down is scaled such that full scale stays full scale; libswresample does not do that for floats.
-            resampler = AudioResampler("flt", "mono", sample_rate, options={"rematrix_maxval": "1.0"})
-            resampled_format = frame_format
-        yield from resampler.resample(frame)
-    if resampler is not None:
-        yield from resampler.resample(None)
