@@ -431,6 +431,16 @@ def test_a_transport_stream_is_a_clip(clip_of: Clip, before: int) -> None:
     assert clip.timestamps_s[1] - clip.timestamps_s[0] == pytest.approx(1 / 25)
 
 
+def test_a_transport_stream_that_lacks_a_packet_loses_no_other_frame(clip_of: Clip) -> None:
+    data = clip_of(LEVELS, "mpegts", size=(640, 480), bf="0", g="10", **{"x264-params": "qp=1"})
+    packets = [data[start : start + 188] for start in range(0, len(data), 188)]
+    goes_on = [number for number, packet in enumerate(packets) if packet[1:3] == b"\x01\0"]  # of a frame that began before
+    lost = goes_on[3 * len(goes_on) // 4]
+    frames, clip = decoded(b"".join(packets[:lost] + packets[lost + 1 :]), num_frames=100)
+    assert numbers(frames) == list(range(NUM_FRAMES))
+    assert clip.shortfall == "the clip is damaged or truncated: 1 of 50 frames (2 %) are incomplete"
+
+
 @for_each("box", [b"uuid", b"free", b"emsg"])
 def test_an_mp4_may_begin_with_any_box(clip_of: Clip, box: bytes) -> None:
     data = clip_of(LEVELS)
