@@ -6,6 +6,7 @@ routes, and the fields of its requests' types.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shmring.frontend.openai.completions import CompletionRequest
 from shmring.frontend.openai.embeddings import EmbeddingRequest
 from shmring.frontend.openai.responses_request import ResponsesRequest
 from shmring.frontend.openai.scoring import RerankRequest, ScoreRequest
+from shmring.frontend.openai.speech import TranscriptionRequest, TranslationRequest
 from shmring.frontend.openai.tokens import DetokenizeRequest, TokenizeRequest
 from shmring.frontend.openai.unsupported import Unsupported
 
@@ -56,6 +58,8 @@ ROUTES = {
     "POST /v1/responses/{response_id}/cancel": "refused, as nothing goes on in the background",
     "POST /v1/messages": "as Anthropic's API: a picture is a block `image`; the server runs no tools of its own",
     "POST /v1/messages/count_tokens": "with `--executor transformers` or `vllm`; pictures count as well",
+    "POST /v1/audio/transcriptions": "with `--executor transformers` and a Whisper model; events of streams are OpenAI's",
+    "POST /v1/audio/translations": "as `/v1/audio/transcriptions`, in English",
     "POST /v1/completions": "",
     "POST /tokenize": "with `--executor transformers` or `vllm`",
     "POST /detokenize": "with `--executor transformers` or `vllm`",
@@ -82,8 +86,6 @@ MISSING_ROUTES = {
     "POST /v1/chat/completions/batch": "",
     "POST /v1/chat/completions/render": "",
     "POST /v1/completions/render": "",
-    "POST /v1/audio/transcriptions": "",
-    "POST /v1/audio/translations": "",
     "POST /pooling": "",
     "POST /classify": "",
     "POST /v2/embed": "",
@@ -160,6 +162,9 @@ Dashes and underscores in options are the same. These are for vLLM's engine, and
 
 MODEL = "a model"
 A_RESPONSE = "that of an answer"  # in whose place the test puts one
+#: A WAV file of a tenth of a second, in bytes: its body is a form.
+RECORDING = struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 3236, b"WAVE", b"fmt ", 16, 1, 1, 16_000, 32_000, 2, 16, b"data", 3200)
+RECORDING += bytes(3200)
 
 _TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 _CONVERSATION = {"prompt": None, "messages": [{"role": "user", "content": "Hi"}]}
@@ -283,6 +288,33 @@ _MESSAGES_NOTES = {
     "thinking": "with `disabled`, thinking is left out of the answer; `chat_template_kwargs` say whether the model thinks. "
     "`budget_tokens` is named",
     "tools": "as in chats; those that the vendor's server runs are refused",
+}
+
+_SPEECH_WORKS = {
+    "priority": "2",
+    "prompt": "It rains.",
+    "response_format": "verbose_json",
+    "seed": "4",
+    "stream": "true",
+    "temperature": "0.5",
+}
+_SPEECH_TAKEN = {"stream_include_usage": "true"}
+_SPEECH_REFUSED = {
+    "hotwords": "x",
+    "include_stop_str_in_output": "true",
+    "length_penalty": "2",
+    "max_completion_tokens": "5",
+    "n": "2",
+    "stream_continuous_usage_stats": "true",
+    "to_language": "fr",
+    "use_beam_search": "true",
+    "watermarking": "true",
+}
+_SPEECH_NOTES = {
+    "file": "any recording that [media.md](media.md) names",
+    "prompt": "before the first window of 30 s",
+    "response_format": "`json`, `text`, `srt`, `verbose_json` and `vtt`; a stream has `json`",
+    "stream_include_usage": "the last event always has the usage",
 }
 
 FIELDS = {
@@ -426,6 +458,37 @@ FIELDS = {
         refused=_MESSAGES_REFUSED,
         named={},
         notes={name: note for name, note in _MESSAGES_NOTES.items() if name != "thinking"},
+    ),
+    "POST /v1/audio/transcriptions": Fields(
+        TranscriptionRequest,
+        base={"file": RECORDING, "model": MODEL},
+        required=("file", "model"),
+        works=_SPEECH_WORKS | {"language": "en"},
+        taken=_SPEECH_TAKEN | {"timestamp_granularities[]": "segment"},
+        refused=_SPEECH_REFUSED
+        | {
+            "frequency_penalty": "0.5",
+            "min_p": "0.1",
+            "presence_penalty": "0.5",
+            "repetition_penalty": "1.2",
+            "top_k": "4",
+            "top_p": "0.5",
+            "vllm_xargs": '{"a": 1}',
+        },
+        named={},
+        notes=_SPEECH_NOTES | {"timestamp_granularities[]": "of `verbose_json`; `word` is refused"},
+        beside={"timestamp_granularities[]": {"response_format": "verbose_json"}, "stream_include_usage": {"stream": "true"}},
+    ),
+    "POST /v1/audio/translations": Fields(
+        TranslationRequest,
+        base={"file": RECORDING, "model": MODEL},
+        required=("file", "model"),
+        works=_SPEECH_WORKS,
+        taken=_SPEECH_TAKEN,
+        refused=_SPEECH_REFUSED,
+        named={},
+        notes=_SPEECH_NOTES,
+        beside={"stream_include_usage": {"stream": "true"}},
     ),
     "POST /v1/completions": Fields(
         CompletionRequest,

@@ -39,6 +39,8 @@ __all__ = [
     "SamplingParams",
     "SoundSpec",
     "Spectrogram",
+    "SpeechParams",
+    "SpeechSegment",
     "StructuredOutputsParams",
     "Text",
     "TextPart",
@@ -195,7 +197,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
         executor: its name.
         model: the name of the model in requests, unless the server has another name for it.
         tasks: what it can be asked for: ``"encode"``; ``"generate"``, an answer to a conversation; ``"complete"``, a text that
-            goes on from a prompt; ``"tokenize"``.
+            goes on from a prompt; ``"tokenize"``; ``"transcribe"`` and ``"translate"``, what is said in a recording.
         input: the inputs that it takes, and how they are prepared.
         max_batch_size: requests it takes in one step.
         embedding_size: dimensions of an embedding; None if it does not encode.
@@ -395,6 +397,39 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return most
 
 
+class SpeechParams(msgspec.Struct, omit_defaults=True):
+    """What is to be written of a recording.
+
+    Attributes:
+        task: ``"transcribe"``, what is said in it; ``"translate"``, the same in English.
+        language: that is spoken, as ISO 639-1 has it (``"en"``), or in English; None: it is found out.
+    """
+
+    task: Literal["transcribe", "translate"] = "transcribe"
+    language: str | None = None
+
+
+class SpeechSegment(msgspec.Struct):
+    """A part of what is said in a recording, a sentence or so.
+
+    Attributes:
+        start_s, end_s: when it is said, in seconds from the beginning.
+        text: what is said; it may begin with a space.
+        tokens: of it, marks of time included.
+        window_s: where the part of the recording begins that the model heard for it.
+        avg_logprob: of its tokens, on average.
+        no_speech_prob: how likely it is that nobody speaks there.
+    """
+
+    start_s: float
+    end_s: float
+    text: str
+    tokens: list[int]
+    window_s: float
+    avg_logprob: float
+    no_speech_prob: float
+
+
 class GenerateRequest(msgspec.Struct, tag="generate"):
     """Asks for an answer to a conversation, streamed, or for a text that goes on from a prompt. ``priority``, ``deadline``,
     ``trace_headers`` and ``owner`` as in :class:`EncodeRequest`.
@@ -407,6 +442,7 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
         parallel_tool_calls: whether it may have several calls.
         template_options: variables of the chat template.
         add_special_tokens: whether a text gets the tokens that the tokenizer puts at its ends.
+        speech: write down what is said in the one medium; ``prompt`` is what was said before. None: answer.
         tokenize: make no answer. The one reply has the tokens of the conversation or text, or the text of tokens.
         stream: whether its caller reads the answer as it is made. If not, it comes when it is complete; before that, if it
             takes long or has media, its first piece, and what follows once a second.
@@ -428,6 +464,7 @@ class GenerateRequest(msgspec.Struct, tag="generate"):
     trace_headers: dict[str, str] | UnsetType = UNSET
     stream: bool = True
     owner: str = ""
+    speech: SpeechParams | None = None
 
     @property
     def needs_tools(self) -> bool:
@@ -478,6 +515,8 @@ class GenerateReply(msgspec.Struct, tag="generated", omit_defaults=True):
         stop_text: on the last piece: the stop text that ended the answer, if one did.
         first_at: on a piece that may have waited with the first token of its answer: when that token came, as a time of
             ``time.monotonic()``.
+        segments: of a recording: what ``text`` is made of.
+        language: of a recording: its name in English, if that is known.
     """
 
     text: str
@@ -491,6 +530,8 @@ class GenerateReply(msgspec.Struct, tag="generated", omit_defaults=True):
     logprobs: list[TokenLogprobs] = []
     stop_text: str | None = None
     first_at: float = 0.0
+    segments: list[SpeechSegment] = []
+    language: str | None = None
 
 
 EngineRequestPayload: TypeAlias = EncodeRequest | GenerateRequest

@@ -172,6 +172,7 @@ class EngineRequest:
         piece.tool_calls = piece.tool_calls + reply.tool_calls
         piece.reasoning += reply.reasoning
         piece.logprobs = piece.logprobs + reply.logprobs
+        piece.segments, piece.language = piece.segments + reply.segments, reply.language
 
     def _next_piece(self) -> EncodeReply | GenerateReply:
         """Takes the oldest reply out: it is sent now, and nothing is joined to it any more."""

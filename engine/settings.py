@@ -33,7 +33,7 @@ __all__ = [
 EXECUTORS = {
     "fingerprints": "shmring.engine.executors.fingerprints:FingerprintsExecutor",
     "synthetic": "shmring.engine.executors.synthetic:SyntheticExecutor",
-    "transformers": "shmring.engine.executors.transformers:TransformersExecutor",
+    "transformers": "shmring.engine.executors.speech:executor_for",
     "vllm": "shmring.engine.executors.vllm:VllmExecutor",
 }
 

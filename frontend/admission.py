@@ -120,15 +120,17 @@ class AdmissionMiddleware:
     Args:
         app: answers requests.
         admission: is shared by all such routes.
+        is_form: whether its bodies are forms.
     """
 
-    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission, is_form: bool = False) -> None:
         self._app = app
         self._admission = admission
+        self._is_form = is_form
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Admits a request, and lets the application answer it."""
-        return self._admission.handle(scope, receive, send, self._app)
+        return self._admission.handle(scope, receive, send, self._app, is_form=self._is_form)
 
 
 class Admission:
@@ -155,14 +157,14 @@ class Admission:
         named = [request for request in self._requests if request.name in names and not request.is_prepared]
         return sum(request.end(aborted) for request in named)
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp, *, is_form: bool = False) -> None:
         """Reads a request's body, waits for its place, and answers it unless its caller hangs up.
 
         Raises:
-            ApiError: 413 or 415, its body is refused; 408, that took too long; 503, its place did not come; 500, an operator
-                has ended it.
+            ApiError: 403, 413 or 415, its body is refused; 408, that took too long; 503, its place did not come; 500, an
+                operator has ended it.
         """
-        nbytes = self._bodies.check_head(scope)
+        nbytes = self._bodies.check_head(scope, is_form=is_form)
         state = scope.setdefault("state", {})
         who = caller_of(scope)
         self._places.check(who)  # before anything is read
@@ -172,7 +174,7 @@ class Admission:
         self._requests.add(admitted)
         try:
             on_hang_up(receive, admitted.hang_up)
-            await self._answer(scope, receive, send, app, admitted, nbytes)
+            await self._answer(scope, receive, send, app, admitted, nbytes, is_form=is_form)
             return
         except HungUp:  # the reader of the body was told
             return
@@ -189,9 +191,18 @@ class Admission:
             raise why  # without the error, whose frames may keep views of slots
 
     async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, app: ASGIApp, admitted: Admitted, announced_nbytes: int
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        app: ASGIApp,
+        admitted: Admitted,
+        announced_nbytes: int,
+        *,
+        is_form: bool,
     ) -> None:
-        read, admitted.long_texts = await self._bodies.read(receive, admitted.body_share, announced_nbytes)
+        body_share = admitted.body_share
+        read, admitted.long_texts = await self._bodies.read(receive, body_share, announced_nbytes, is_form=is_form)
         body = [read]  # so the code that removes it can let go of it
         del read
         admitted.arrived_at = time.monotonic()

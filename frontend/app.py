@@ -27,7 +27,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -52,7 +52,7 @@ from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
 from shmring.frontend.errors import ApiError, report
 from shmring.frontend.health import HealthReporter
-from shmring.frontend.inference import Answer, AnswerWriter, Facts, Inference, Keep, events_of, written
+from shmring.frontend.inference import Answer, AnswerWriter, Facts, Inference, Keep, events_of, heard, written
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.key_usage import KeyLimits, UsageTable, usages_of
 from shmring.frontend.metrics import EngineNumbers, FrontendMetrics
@@ -60,12 +60,14 @@ from shmring.frontend.observation import Observation, ObservedRoute, answer_has_
 from shmring.frontend.openai.chat import CHAT_FORM
 from shmring.frontend.openai.completions import COMPLETION_FORM
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
+from shmring.frontend.openai.forms import parse_form
 from shmring.frontend.openai.generation import AnswerForm, GenerationRequest
 from shmring.frontend.openai.models import Load, Version
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.responses_answer import ResponsesWriter
 from shmring.frontend.openai.responses_request import RESPONSES_PARSER, TranslatedRequest, translated
 from shmring.frontend.openai.scoring import RERANK_PARSER, SCORE_PARSER
+from shmring.frontend.openai.speech import SpeechTask, read_form
 from shmring.frontend.openai.stored_responses import StoredResponses, account_of
 from shmring.frontend.openai.tokens import DETOKENIZE_PARSER, TOKENIZE_PARSER
 from shmring.frontend.openai.tools import check_whole
@@ -151,6 +153,7 @@ def create_app(
     viewers = [with_admins] if settings.api_keys or settings.admin_keys else []
     limits = [Middleware(KeyLimits)] if usages else []
     admitted = [*keys, *limits, Middleware(AdmissionMiddleware, routes.admission)]
+    forms = [*keys, *limits, Middleware(AdmissionMiddleware, routes.admission, is_form=True)]
     router = _Router(
         [
             ObservedRoute("/v1/chat/completions", routes.chat, methods=["POST"], middleware=admitted),
@@ -160,6 +163,8 @@ def create_app(
             ObservedRoute("/v1/responses/{response_id}", routes.retrieve_response, middleware=keys),
             ObservedRoute("/v1/responses/{response_id}", routes.delete_response, methods=["DELETE"], middleware=keys),
             ObservedRoute("/v1/responses/{response_id}/cancel", routes.cancel_response, methods=["POST"], middleware=keys),
+            ObservedRoute("/v1/audio/transcriptions", routes.transcribe, methods=["POST"], middleware=forms),
+            ObservedRoute("/v1/audio/translations", routes.translate, methods=["POST"], middleware=forms),
             ObservedRoute("/v1/completions", routes.complete, methods=["POST"], middleware=admitted),
             ObservedRoute("/tokenize", routes.tokenize, methods=["POST"], middleware=admitted),
             ObservedRoute("/detokenize", routes.detokenize, methods=["POST"], middleware=admitted),
@@ -400,6 +405,28 @@ class _Routes:
         await self._stored.find(http_request.path_params["response_id"], account_of(http_request.scope))
         text = "the response is complete; only one that was asked for with background could be cancelled, and there are none"
         raise ApiError(400, text, code="unsupported_value", param="response_id")
+
+    def transcribe(self, http_request: Request) -> Awaitable[Response]:
+        return self._hear("transcribe", http_request)
+
+    def translate(self, http_request: Request) -> Awaitable[Response]:
+        return self._hear("translate", http_request)
+
+    async def _hear(self, task: SpeechTask, http_request: Request) -> Response:
+        scope = http_request.scope
+        form = await parse_form((await http_request.receive())["body"], http_request.headers["content-type"])
+        request, ignored = read_form(form, task)
+        notes = _ignoring(ignored)
+        file, form.file = form.file or b"", None
+        admitted, request_id = admitted_of(scope), request_id_of(scope)
+        if request.stream:
+            answer = await self._inference.begin_hearing(request, task, file, admitted, request_id, stream=True)
+            return self._streamed((event(made) async for made in heard(answer)), answer, scope, notes)
+        content, facts = await self._inference.hear(request, task, file, admitted, request_id)
+        headers = _costs(facts) | _told(facts, notes)
+        return (
+            PlainTextResponse(content, headers=headers) if isinstance(content, str) else JsonResponse(content, headers=headers)
+        )
 
     def _broken_stream(self, error: Exception, scope: Scope) -> ApiError:
         api_error = report(error, request_id_of(scope))

@@ -28,6 +28,7 @@ from starlette.types import Message, Receive, Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from shmring.frontend.body_scan import BodyScan, has_too_many_values, too_many_values
+from shmring.frontend.cross_origin import check_origin
 from shmring.frontend.errors import ApiError, unavailable
 from shmring.frontend.settings import FrontendSettings
 
@@ -52,11 +53,11 @@ class Body(NamedTuple):
     """A body that was read.
 
     Attributes:
-        json: the JSON to decode.
+        content: the JSON to decode, or a form to parse.
         long_texts: long texts that were cut out of it, by the short texts in their place (:mod:`shmring.frontend.body_scan`).
     """
 
-    json: bytes
+    content: bytes
     long_texts: dict[str, bytearray]
 
 
@@ -134,6 +135,21 @@ class BodyMemory:
         return True
 
 
+class _NoScan:
+    """Stands where a body of JSON has its scan."""
+
+    def __init__(self) -> None:
+        self.long_texts: dict[str, bytearray] = {}
+
+    def add(self, chunk: bytes) -> bytes:
+        """Returns what is to be parsed of what came next: all of it."""
+        return chunk
+
+    def finish(self) -> bytes:
+        """Returns the rest: nothing."""
+        return b""
+
+
 class BodyReader:
     """Reads bodies.
 
@@ -144,18 +160,24 @@ class BodyReader:
     def __init__(self, settings: FrontendSettings) -> None:
         self.memory = BodyMemory(settings.max_bodies_nbytes)
         self._max_nbytes = settings.max_body_nbytes
+        self._allowed_origins = settings.cors.allowed_origins
         self._timeout_s = settings.body_timeout_s
         self._wait_timeout_s = settings.queue_timeout_s
 
-    def check_head(self, scope: Scope) -> int:
+    def check_head(self, scope: Scope, *, is_form: bool = False) -> int:
         """Refuses a body if the request's head shows that it can't be accepted; returns how many bytes it announces, or 0.
 
-        A body must say that it is ``application/json``. A browser lets any web page post a body of another type, or of none,
-        to a server on the user's own machine. Before it posts ``application/json``, it asks that server, and this server does
-        not agree, unless the page is of a site in ``--allowed-origins``.
+        A body must say that it is ``application/json``, or a form where one is wanted. A browser lets any web page post a
+        body of another type, or of none, to a server on the user's own machine. Before it posts ``application/json``, it asks
+        that server, and this server does not agree, unless the page is of a site in ``--allowed-origins``. Forms it does post,
+        and says of which page they are.
+
+        Args:
+            scope: of the request.
+            is_form: whether the body is to be a form.
 
         Raises:
-            ApiError: 413, it is too large; 415, it is something else.
+            ApiError: 403, it is a form of another site's page; 413, it is too large; 415, it is something else.
         """
         types, codings, nbytes = [], [], 0
         for name, value in scope["headers"]:
@@ -166,7 +188,12 @@ class BodyReader:
                 types.append(value.partition(b";")[0].strip().lower())
             elif name == b"content-encoding":
                 codings += [coding.strip().lower() for coding in value.split(b",")]
-        if types != [b"application/json"]:
+        if is_form:
+            check_origin(scope, self._allowed_origins)
+            if types != [b"multipart/form-data"]:
+                message = "the request's body must be a form: send it with the Content-Type 'multipart/form-data; boundary=...'"
+                raise ApiError(415, message, code="unsupported_media_type", headers={"accept": "multipart/form-data"})
+        elif types != [b"application/json"]:
             message = "the request's body must be JSON: send the header 'Content-Type: application/json'"
             raise ApiError(415, message, code="unsupported_media_type", headers={"accept": "application/json"})
         if any(coding not in (b"", b"identity") for coding in codings):
@@ -174,13 +201,14 @@ class BodyReader:
             raise ApiError(415, message, code="unsupported_content_encoding", headers={"accept-encoding": "identity"})
         return nbytes
 
-    async def read(self, receive: Receive, share: BodyShare, announced_nbytes: int) -> Body:
+    async def read(self, receive: Receive, share: BodyShare, announced_nbytes: int, *, is_form: bool = False) -> Body:
         """Reads a body.
 
         Args:
             receive: as ASGI has it.
             share: grows with the body. Its owner releases it, also after an error.
             announced_nbytes: what :meth:`check_head` returned.
+            is_form: whether it is a form, in which no values of JSON are counted.
 
         Raises:
             ApiError: 413, it is too large, has too many values, or a text that is too long; 408, it is too slow; 503, no memory
@@ -189,12 +217,12 @@ class BodyReader:
         """
         if 0 < announced_nbytes <= _FREE_NBYTES and _is_there(receive):  # as nearly all are: no memory, no time, no long text
             chunk, _ = _piece_of(await receive())
-            if has_too_many_values(chunk):
+            if not is_form and has_too_many_values(chunk):
                 raise too_many_values()
             return Body(chunk, {})
         body = bytearray()  # one growing block, where keeping its thousands of pieces would fragment the heap
         pace = _Pace(self._timeout_s)
-        scan = BodyScan(announced_nbytes)
+        scan = _NoScan() if is_form else BodyScan(announced_nbytes)
         nbytes, more = 0, True
         try:
             while more:

@@ -7,16 +7,18 @@ page sees a network error instead of the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Message, Send
+from starlette.types import ASGIApp, Message, Scope, Send
 
+from shmring.frontend.errors import ApiError
 from shmring.frontend.settings import CorsSettings
 
-__all__ = ["CrossOrigin", "HeadersFor", "RawHeaders"]
+__all__ = ["CrossOrigin", "HeadersFor", "RawHeaders", "check_origin"]
 
 RawHeaders: TypeAlias = Iterable[tuple[bytes, bytes]]
 
@@ -28,6 +30,9 @@ _EXPOSED_HEADERS = (
     *("X-Request-Id", "Retry-After", "X-Shmring-Slab-Bytes", "X-Shmring-Copies"),
     *("X-Shmring-Synthetic", "X-Shmring-Media-Shortfall", "X-Shmring-Ignored-Fields"),
 )
+
+
+_SHOWN_CHARACTERS = 256  # of an origin, in an error
 
 
 class CrossOrigin(CORSMiddleware):
@@ -66,3 +71,22 @@ class CrossOrigin(CORSMiddleware):
             if self.preflight_explicit_allow_origin:  # not "*"
                 headers["Access-Control-Allow-Origin"] = origin
         return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def check_origin(scope: Scope, allowed: Sequence[str]) -> None:
+    """Refuses a form that a page of another site sends: a browser does not ask before it posts one.
+
+    Args:
+        scope: of the request.
+        allowed: origins of sites whose pages may call; ``*``: all.
+
+    Raises:
+        ApiError: 403, it is such a page.
+    """
+    headers = dict(scope["headers"])
+    origin = headers.get(b"origin", b"").decode("latin-1")
+    if not origin or "*" in allowed or origin in allowed:
+        return
+    if urlsplit(origin).netloc.lower() != headers.get(b"host", b"").decode("latin-1").lower():
+        text = f"pages of {origin[:_SHOWN_CHARACTERS]} may not call this server: its option allowed-origins does not name it"
+        raise ApiError(403, text, code="origin_not_allowed")

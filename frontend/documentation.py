@@ -35,6 +35,13 @@ from shmring.frontend.openai.models import Load, Model, ModelList, Version
 from shmring.frontend.openai.responses_answer import ResponsesAnswer, ResponsesEvent
 from shmring.frontend.openai.responses_request import ResponsesRequest
 from shmring.frontend.openai.scoring import RerankRequest, RerankResponse, ScoreRequest, ScoreResponse
+from shmring.frontend.openai.speech import (
+    SpeechEvent,
+    Transcription,
+    TranscriptionRequest,
+    TranslationRequest,
+    VerboseTranscription,
+)
 from shmring.frontend.openai.stored_responses import DeletedResponse
 from shmring.frontend.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from shmring.frontend.options import limits_of
@@ -69,6 +76,11 @@ _TYPES = (
     MessagesErrorEnvelope,
     CompletionRequest,
     Completion,
+    TranscriptionRequest,
+    TranslationRequest,
+    Transcription,
+    VerboseTranscription,
+    SpeechEvent,
     TokenizeRequest,
     TokenizeResponse,
     DetokenizeRequest,
@@ -101,11 +113,12 @@ _DESCRIPTION = (
 _ERRORS = {
     400: "The request is wrong, or asks for what this server does not do; `param` says where.",
     401: "The server needs a key, and this is none of them.",
+    403: "A page of another site has sent the form.",
     404: "There is no such model, or no such response.",
     409: "The profiler is off, or runs already, or does not run.",
     408: "The body did not arrive in time.",
     413: "The body or its media are too large, or can never fit the slab.",
-    415: "The body is not said to be JSON (Content-Type), or is compressed.",
+    415: "The body is not said to be JSON, or a form (Content-Type), or is compressed.",
     429: "The key is at one of its limits.",
     500: "The engine failed with this request, or the server has a bug.",
     503: "Too many requests, no space in the slab, no engine at the moment, or a decoder that died.",
@@ -120,6 +133,10 @@ _STREAM = (
 _MESSAGES_STREAM = (
     "With `stream`: events `event: NAME` and `data: {...}`, each of the type that is named here; `message_stop` is the last. "
     "If it fails on the way, the last event is `event: error`, and its data are the body of an error."
+)
+_SPEECH_STREAM = (
+    "With `stream`: events `data: {...}`, each of the type that is named here; `transcript.text.done` is the last. "
+    'If it fails on the way, the last event is `data: {"error": {...}}`.'
 )
 _REQUEST_ID = {
     "name": "X-Request-Id",
@@ -210,6 +227,8 @@ def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path
             **{path: {method: each | security for method, each in of.items()} for path, of in _stored_responses().items()},
             MESSAGES_PATH: {"post": _messages(model) | of_messages},
             f"{MESSAGES_PATH}/count_tokens": {"post": _token_counts(model) | of_messages},
+            "/v1/audio/transcriptions": {"post": _speech("Write down what is said", "TranscriptionRequest") | security},
+            "/v1/audio/translations": {"post": _speech("Say in English what is said", "TranslationRequest") | security},
             "/v1/completions": {"post": _completions(model) | security},
             "/tokenize": {"post": _tokens("Tokenize", {"prompt": "Hello"}, model) | security},
             "/detokenize": {"post": _tokens("Detokenize", {"tokens": [1, 2]}, model) | security},
@@ -274,6 +293,19 @@ def _stored_responses() -> dict[str, dict[str, Any]]:
         },
         f"{path}/cancel": {"post": cancel},
     }
+
+
+def _speech(summary: str, request: str) -> dict[str, Any]:
+    either = {"schema": {"oneOf": [_schema("VerboseTranscription")["schema"], _schema("Transcription")["schema"]]}}
+    content = {
+        "application/json": either,
+        "text/plain": {"schema": {"type": "string", "description": "With `response_format` `text`, `srt` or `vtt`."}},
+        "text/event-stream": _stream("SpeechEvent", _SPEECH_STREAM),
+    }
+    taken = {name: header | {"required": False} for name, header in _TAKEN.items()}  # of answers that come whole
+    body = {"required": True, "content": {"multipart/form-data": _schema(request)}}
+    answer = _answer("What is said.", content, taken | _TOLD)
+    return _operation(summary, "v1", answer, _errors((*_BODY_ERRORS, 403)), requestBody=body)
 
 
 def _completions(model: str) -> dict[str, Any]:

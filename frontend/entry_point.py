@@ -19,7 +19,7 @@ EXTRAS = {
     "serve": frozenset(
         {
             *("av", "click", "httpcore", "httptools", "offapi", "PIL", "pillow_heif", "prometheus_client"),
-            *("pybase64", "rich", "starlette", "uvicorn", "yaml"),
+            *("pybase64", "python_multipart", "rich", "starlette", "uvicorn", "yaml"),
         }
     ),
     "demo": frozenset({"openai"}),

@@ -13,6 +13,7 @@ a task that the model does not do                      400     unsupported_task
 prompt and ``max_tokens`` longer than the model takes  400     context_length_exceeded
 an answer's form is too complex to be gone on with     400     form_too_complex
 no key, or a wrong one                                 401     invalid_api_key
+a page of another site sends a form                    403     origin_not_allowed
 no such model; no such route                           404     model_not_found, not_found
 a response or an item of one that is not kept          404     response_not_found, item_not_found
 one that a request is to go on from                    400     previous_response_not_found
@@ -23,7 +24,7 @@ body too large; of too many values; of a long text     413     body_too_large, t
 a key is at one of its limits                          429     rate_limit_exceeded (``Retry-After``)
 media too large together                               413     media_too_large
 media, or an answer, that never fit the slab           413     slab_too_small
-the body does not say it is JSON; it is compressed     415     unsupported_media_type, unsupported_content_encoding
+the body is said to be something else; is compressed   415     unsupported_media_type, unsupported_content_encoding
 any other failure of the executor; a bug               500     engine_error, internal_error
 no turn in time, here or in the engine                 503     overloaded (``Retry-After``)
 no space in the slab in time                           503     slab_full (``Retry-After``)

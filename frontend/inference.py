@@ -31,6 +31,7 @@ from shmring.engine.protocol import (
     ModelDescription,
     SamplingParams,
     Text,
+    Waveform,
     tensor_of,
 )
 from shmring.engine.tracing import note
@@ -51,6 +52,14 @@ from shmring.frontend.openai.embeddings import (
 )
 from shmring.frontend.openai.generation import AnswerForm, GenerationRequest, Usage
 from shmring.frontend.openai.scoring import RerankRequest, ScoreRequest, encode_reranked, score_response, take_pairs
+from shmring.frontend.openai.speech import (
+    SpeechEvent,
+    SpeechTask,
+    TranslationRequest,
+    done_event,
+    speech_request,
+    whole_answer,
+)
 from shmring.frontend.openai.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -64,7 +73,7 @@ from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
 from shmring.frontend.sse import DONE, event
 
-__all__ = ["Answer", "AnswerWriter", "Facts", "Inference", "Keep", "WrittenEvent", "events_of", "written"]
+__all__ = ["Answer", "AnswerWriter", "Facts", "Inference", "Keep", "WrittenEvent", "events_of", "heard", "written"]
 
 _Request = TypeVar("_Request", bound=GenerationRequest)
 
@@ -86,6 +95,7 @@ class Facts:
     Attributes:
         synthetic: whether it is made up.
         slab_nbytes: bytes of tensors that crossed through the slab.
+        sound_s: how long its recordings are, in seconds.
         ignored: parts of the request that have no effect with this model.
         shortfalls: what of the request's media was damaged or missing, for its caller.
         copies: tensors that this process copied for sending while a request with media was sent. Exact if it was alone, and
@@ -96,6 +106,7 @@ class Facts:
     slab_nbytes: int
     shortfalls: str
     copies: int = 0
+    sound_s: float = 0.0
     ignored: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -287,12 +298,47 @@ class Inference:
         _check_abilities(generate_requests[0], description, request)
         _check_logprobs(generate_requests)
         ignored = _ignore_strictness(generate_requests[0], description)
-        async with self._media(sources, description, admitted, "messages") as (media, facts):
+        answer = await self._begin(generate_requests, sources, "messages", description, admitted, request_id, stream=stream)
+        answer.facts.ignored = ignored
+        return answer
+
+    async def begin_hearing(
+        self, request: TranslationRequest, task: SpeechTask, file: bytes, admitted: Admitted, request_id: str, *, stream: bool
+    ) -> Answer:
+        """Has the engine write down what is said in a recording; as :meth:`begin`."""
+        description = await self._description(request.model, task, admitted)
+        self._check_priority(request.priority)
+        generate_request, sources = speech_request(request, task, file)
+        del file  # the source has it, until it is taken in
+        return await self._begin([generate_request], sources, "file", description, admitted, request_id, stream=stream)
+
+    async def hear(
+        self, request: TranslationRequest, task: SpeechTask, file: bytes, admitted: Admitted, request_id: str
+    ) -> tuple[msgspec.Struct | str, Facts]:
+        """Returns what is said in a recording, whole."""
+        answer = await self.begin_hearing(request, task, file, admitted, request_id, stream=False)
+        async with contextlib.aclosing(answer):
+            pieces = [piece async for piece in answer]
+        if pieces[-1].finish_reason is None:
+            raise _unfinished()
+        return whole_answer(request, task, pieces, answer.facts.sound_s), answer.facts
+
+    async def _begin(
+        self,
+        generate_requests: Sequence[GenerateRequest],
+        sources: list[MediaSource],
+        param: str,
+        description: ModelDescription,
+        admitted: Admitted,
+        request_id: str,
+        *,
+        stream: bool,
+    ) -> Answer:
+        async with self._media(sources, description, admitted, param) as (media, facts):
             generate_requests[0].media = media  # not a copy: it is emptied when the block is left
             for generate_request in generate_requests:
                 generate_request.stream = stream
                 generate_request.owner = caller.get()
-            facts.ignored = ignored
             outputs = self._outputs(generate_requests, request_id, admitted)
             try:
                 first = await anext(outputs, None)
@@ -457,7 +503,8 @@ class Inference:
             self._intake.take(sources, description.input, admitted, param) as media,
         ):
             slab_nbytes = sum(tensor_of(medium).nbytes for medium in media)
-            facts = Facts(description.synthetic, slab_nbytes, _shortfalls_of(media))
+            sound_s = sum(len(medium.samples) / medium.sample_rate for medium in media if isinstance(medium, Waveform))
+            facts = Facts(description.synthetic, slab_nbytes, _shortfalls_of(media), sound_s=sound_s)
             before = self._engine.copies
             yield media, facts
             facts.copies = self._engine.copies - before
@@ -527,6 +574,21 @@ async def events_of(form: AnswerForm[_Request], answer: Answer, request: _Reques
     if include_usage:
         yield event(msgspec.structs.replace(template, usage=usage))
     yield DONE
+
+
+async def heard(answer: Answer) -> AsyncGenerator[SpeechEvent, None]:
+    """Yields what is said in a recording as events."""
+    texts: list[str] = []
+    last: GenerateReply | None = None
+    async for piece in answer:
+        last = piece
+        text = piece.text if texts else piece.text.lstrip()
+        if text:
+            texts.append(text)
+            yield SpeechEvent(type="transcript.text.delta", delta=text)
+    if last is None or last.finish_reason is None:
+        raise _unfinished()
+    yield done_event("".join(texts), last)
 
 
 async def _merged(

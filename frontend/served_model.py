@@ -22,6 +22,7 @@ _DESCRIBE_TIMEOUT_S = 10.0  # an engine answers between two events of its loop, 
 _SHOWN_CHARACTERS = 64  # of a name that does not exist
 
 _TASK_NAMES = {"encode": "embeddings", "generate": "chat completions", "complete": "completions", "tokenize": "tokenizing"}
+_TASK_NAMES |= {"transcribe": "transcriptions", "translate": "translations"}
 
 
 class ServedModel:

@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Checkpoint", "LoadSettings", "import_transformers", "load_checkpoint"]
+__all__ = ["SPEECH_MODEL", "Checkpoint", "LoadSettings", "find_model_type", "import_transformers", "load_checkpoint"]
+
+#: The type of models that write down what is said in recordings.
+SPEECH_MODEL = "whisper"
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _DEVICES = ("auto", "cpu", "cuda")
@@ -90,6 +93,28 @@ def import_transformers() -> Any:
         ) from None
 
 
+def find_model_type(model: str | None) -> str | None:
+    """Returns what kind of model it is, as transformers names kinds; None: it can't be said before it is loaded.
+
+    Args:
+        model: a directory, or a name on the hub.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    if not model:
+        return None
+    directory = Path(model).expanduser()
+    is_local = directory.is_dir()
+    try:
+        config = import_transformers().AutoConfig.from_pretrained(
+            str(directory) if is_local else model, local_files_only=is_local, trust_remote_code=False
+        )
+    except (OSError, ValueError):  # loading it says what is wrong
+        return None
+    return str(config.model_type)
+
+
 def load_checkpoint(model: str | None, settings: LoadSettings) -> Checkpoint:
     """Loads a model.
 
@@ -123,11 +148,15 @@ def _load(transformers: Any, source: str, name: str, is_local: bool, settings: L
     common = {"local_files_only": is_local, "trust_remote_code": False}
     config = transformers.AutoConfig.from_pretrained(source, **common)
     is_multimodal = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if (not is_multimodal and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING) or config.is_encoder_decoder:
+    is_speech = config.model_type == SPEECH_MODEL
+    answers = is_multimodal or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if not is_speech and (not answers or config.is_encoder_decoder):
         raise ValueError(f"model {name!r} ({config.model_type}) is none that answers prompts token by token")
-    processor = transformers.AutoProcessor.from_pretrained(source, **common) if is_multimodal else None
+    processor = transformers.AutoProcessor.from_pretrained(source, **common) if is_multimodal or is_speech else None
     tokenizer = processor.tokenizer if processor is not None else transformers.AutoTokenizer.from_pretrained(source, **common)
     factory = transformers.AutoModelForImageTextToText if is_multimodal else transformers.AutoModelForCausalLM
+    if is_speech:
+        factory = transformers.AutoModelForSpeechSeq2Seq
     attention = {} if settings.attn_implementation is None else {"attn_implementation": settings.attn_implementation}
     model, report = factory.from_pretrained(
         source, dtype=settings.dtype, use_safetensors=True, output_loading_info=True, **attention, **common
@@ -170,7 +199,9 @@ def _find_eos(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _choose_max_model_len(name: str, config: Any, max_model_len: int | None) -> int:
-    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    is_speech = config.model_type == SPEECH_MODEL
+    place = "max_target_positions" if is_speech else "max_position_embeddings"
+    limit: int | None = getattr(config if is_speech else config.get_text_config(), place, None)
     if limit is None:
         return max_model_len or _DEFAULT_MAX_MODEL_LEN
     if max_model_len is not None and max_model_len > limit:

@@ -297,7 +297,7 @@ class TransformersExecutor:
     """
 
     def __init__(self, options: ExecutorOptions) -> None:
-        settings = _parse_options(options.options)
+        settings = parse_options(options.options)
         self._checkpoint = load_checkpoint(options.model, settings)
         self._contents = TokenBytes(self._checkpoint.tokenizer)
         self._max_num_seqs = settings.max_num_seqs
@@ -781,7 +781,12 @@ def _report(error: Exception) -> Exception:
     return reported
 
 
-def _parse_options(options: Mapping[str, Any]) -> TransformersOptions:
+def parse_options(options: Mapping[str, Any]) -> TransformersOptions:
+    """Returns what ``options`` of an executor hold.
+
+    Raises:
+        ValueError: an option is unknown or makes no sense.
+    """
     known = [field.name for field in dataclasses.fields(TransformersOptions)]
     unknown = sorted(set(options) - set(known))
     if unknown:

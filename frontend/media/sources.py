@@ -40,19 +40,21 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(slots=True)
 class MediaSource:
-    """Where a medium of a request comes from; either of the two is set.
+    """Where a medium of a request comes from; one of the three is set.
 
     Attributes:
         kind: what it is to be.
         param: where in the request it stands, for errors.
         url: of any scheme that the fetcher takes; in bytes, if it is a long ``data:`` URL.
         base64: the file itself, as OpenAI's ``input_audio`` has it.
+        file: the same, as it came in a form.
     """
 
     kind: MediaKind
     param: str
     url: str | bytes | bytearray | None = dataclasses.field(default=None, repr=False)
     base64: str | bytes | bytearray | None = dataclasses.field(default=None, repr=False)
+    file: bytes | None = dataclasses.field(default=None, repr=False)
 
     def take_long(self, long_texts: dict[str, bytearray]) -> None:
         """Takes what was cut out of the request's body (:mod:`shmring.frontend.body_scan`), if the source was."""
@@ -69,7 +71,7 @@ class MediaSource:
     @property
     def inline_nbytes(self) -> int:
         """About how large the file is, if it is part of the request."""
-        return 0 if self.is_elsewhere else len(self.url or self.base64 or "") // 4 * 3
+        return 0 if self.is_elsewhere else len(self.file or b"") or len(self.url or self.base64 or "") // 4 * 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,11 +179,13 @@ class Arrivals:
             finally:
                 if started_at is not None:
                     self.fetch_s.add(time.monotonic() - started_at)
+        elif source.file is not None:
+            data = source.file  # how large it may be is checked where it is probed
         else:
-            assert source.base64 is not None, "a source has a URL or base64"
+            assert source.base64 is not None, "a source has a URL, base64 or a file"
             loop = asyncio.get_running_loop()
             data = await loop.run_in_executor(self._pool, decode_base64, source.base64, max_nbytes)
-        source.url = source.base64 = None
+        source.url = source.base64 = source.file = None
         return data
 
     async def close(self) -> None:

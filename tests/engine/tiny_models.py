@@ -10,6 +10,7 @@ The weights are drawn wider than models are initialised with, so that answers va
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -281,12 +282,68 @@ def _write_qwen2_vl(path: Path, chat_template: bool) -> None:
     _save_model(transformers.Qwen2VLForConditionalGeneration(config), tokenizer, path)
 
 
+def _write_whisper(path: Path, _: bool) -> None:
+    """Hears windows of 30 s; two languages, and a token for each fiftieth of a second."""
+    text = _make_tokenizer([])
+    state = json.loads(text.backend_tokenizer.to_str())["model"]
+    tokenizer = transformers.WhisperTokenizer(vocab=state["vocab"], merges=[tuple(pair) for pair in state["merges"]])
+    marks = [f"<|{number / 50:.2f}|>" for number in range(1501)]
+    special = [
+        "<|startoftranscript|>",
+        "<|en|>",
+        "<|de|>",
+        "<|translate|>",
+        "<|transcribe|>",
+        "<|startoflm|>",
+        "<|startofprev|>",
+    ]
+    for names, is_special in (([*special, "<|nospeech|>", "<|notimestamps|>"], True), (marks, False)):
+        tokenizer.add_tokens([AddedToken(name, special=is_special, normalized=False) for name in names])
+    ids = tokenizer.convert_tokens_to_ids
+    config = transformers.WhisperConfig(
+        vocab_size=len(tokenizer),
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_target_positions=64,
+        init_std=_INITIALISER_RANGE,
+        decoder_start_token_id=ids("<|startoftranscript|>"),
+        pad_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        begin_suppress_tokens=None,
+    )
+    model = transformers.WhisperForConditionalGeneration(config)
+    model.generation_config = transformers.GenerationConfig(
+        decoder_start_token_id=config.decoder_start_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        max_length=config.max_target_positions,
+        is_multilingual=True,
+        lang_to_id={name: ids(name) for name in ("<|en|>", "<|de|>")},
+        task_to_id={name: ids(f"<|{name}|>") for name in ("transcribe", "translate")},
+        no_timestamps_token_id=ids("<|notimestamps|>"),
+        prev_sot_token_id=ids("<|startofprev|>"),
+        max_initial_timestamp_index=50,
+        suppress_tokens=[ids(name) for name in [*special, "<|nospeech|>"]],
+        return_timestamps=False,
+    )
+    processor = transformers.WhisperProcessor(transformers.WhisperFeatureExtractor(), tokenizer)
+    processor.save_pretrained(path)
+    model.save_pretrained(path)
+
+
 ARCHITECTURES: dict[str, Callable[[Path, bool], None]] = {
     "llama": _write_llama,
     "llava": write_llava,
     "gemma3": _write_gemma3,
     "idefics3": _write_idefics3,
     "qwen2_vl": _write_qwen2_vl,
+    "whisper": _write_whisper,
 }
 """What can be written, by name."""
 

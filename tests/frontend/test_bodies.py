@@ -74,7 +74,7 @@ async def test_pieces_are_joined_and_count_until_they_are_released(begin: Begin)
     reading = begin(reader)
     for piece, more in ((b"one ", True), (b"two ", True), (b"three", False)):
         reading.sender.send(piece, more=more)
-    assert (await reading.task).json == b"one two three"
+    assert (await reading.task).content == b"one two three"
     assert reader.memory.nbytes == 13
     for _ in range(2):
         reading.share.release()
@@ -147,7 +147,7 @@ async def test_while_memory_is_full_one_body_goes_on_and_the_others_wait_in_orde
         reading.share.release()
     await eventually(lambda: first.sender.receives == 3)
     first.sender.send(b"", more=False)
-    assert len((await first.task).json) == 20
+    assert len((await first.task).content) == 20
     first.share.release()
     assert reader.memory.nbytes == 0
 

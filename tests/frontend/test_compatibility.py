@@ -13,7 +13,16 @@ import torch
 from click.testing import CliRunner
 
 import shmring
-from shmring.engine.protocol import CAPABILITIES, EncodeReply, EncodeRequest, GenerateReply, InputSpec, ModelDescription
+from shmring.engine.protocol import (
+    CAPABILITIES,
+    EncodeReply,
+    EncodeRequest,
+    GenerateReply,
+    GenerateRequest,
+    InputSpec,
+    ModelDescription,
+    SoundSpec,
+)
 from shmring.engine.vllm_options import ADVICE, OF_ITS_ENGINE
 from shmring.frontend.serve_command import serve
 from tests.pages import load_maker
@@ -27,8 +36,8 @@ FIELDS: Mapping[str, Any] = make_compatibility.FIELDS
 DESCRIPTION = ModelDescription(
     executor="test",
     model=make_compatibility.MODEL,
-    tasks=["encode", "generate", "complete", "tokenize"],
-    input=InputSpec(text=True),
+    tasks=["encode", "generate", "complete", "tokenize", "transcribe", "translate"],
+    input=InputSpec(text=True, sound=SoundSpec("waveform")),
     max_batch_size=8,
     embedding_size=4,
     tools=True,
@@ -46,7 +55,8 @@ class Server:
 
     async def answer(self, claim: shmring.Claim) -> None:
         request = claim.payload
-        self._payloads.append(msgspec.to_builtins(msgspec.structs.replace(request, deadline=None)))
+        without_media = {"media": []} if isinstance(request, GenerateRequest) else {}
+        self._payloads.append(msgspec.to_builtins(msgspec.structs.replace(request, deadline=None, **without_media)))
         if isinstance(request, EncodeRequest):
             await claim.reply(EncodeReply(torch.eye(4)[: len(request.inputs)]))
         else:
@@ -56,7 +66,12 @@ class Server:
     async def post(self, route: str, body: Mapping[str, Any]) -> tuple[httpx.Response, Any]:
         """Sends a request; returns its answer, and what can tell it from that of another request."""
         self._payloads.clear()
-        response = await self.http.post(route.removeprefix("POST "), json=dict(body))
+        path = route.removeprefix("POST ")
+        if "/audio/" in route:
+            given = {name: (None, value) for name, value in body.items() if value is not None}
+            response = await self.http.send(httpx.Request("POST", f"http://test{path}", files=given))
+        else:
+            response = await self.http.post(path, json=dict(body))
         content = re.sub(r'"(id|item_id|created|created_at)":("[^"]*"|\d+)', "", response.text)
         return response, (list(self._payloads), content)
 
@@ -117,9 +132,10 @@ async def test_what_works_reaches_the_engine_or_changes_the_answer(server: Serve
 @for_each("route", FIELDS)
 async def test_what_is_taken_or_named_changes_nothing(server: Server, route: str) -> None:
     fields = FIELDS[route]
-    _, without = await server.post(route, fields.base)
     for name, value in {**fields.taken, **fields.named}.items():
-        response, with_it = await server.post(route, fields.base | {name: value})
+        base = fields.base | fields.beside.get(name, {})
+        _, without = await server.post(route, base)
+        response, with_it = await server.post(route, base | {name: value})
         assert response.status_code == 200, (name, response.text)
         assert with_it == without, name
         assert response.headers.get("x-shmring-ignored-fields") == (name if name in fields.named else None)

@@ -39,6 +39,8 @@ def test_keys_are_documented_where_they_are_needed() -> None:
     assert protected == {
         "/v1/chat/completions",
         "/v1/responses",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/responses/{response_id}",

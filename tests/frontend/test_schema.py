@@ -64,6 +64,8 @@ async def test_every_answer_is_as_documented(open_core: Any, open_server: Any, m
     assert {operation.label for operation in operations} == {
         "POST /v1/chat/completions",
         "POST /v1/responses",
+        "POST /v1/audio/transcriptions",
+        "POST /v1/audio/translations",
         "POST /v1/messages",
         "POST /v1/messages/count_tokens",
         "GET /v1/responses/{response_id}",
