@@ -96,8 +96,21 @@ def form_of_strict_call(template: Mapping[str, Any], tools: Sequence[Mapping[str
 
 def _form_of_calls(marks: Mapping[str, str], start: str, parameters: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Form:
     """Returns a form of calls: the marks in it, what stands before a call, and the schema of each function's arguments."""
-    schemas = [(name, dict(schema or {}) | {"type": "object", "x-guidance": _JSON_OPTIONS}) for name, schema in parameters]
+    schemas = [(name, dict(schema or {}) | {"type": "object"}) for name, schema in parameters]
     return _checked(("calls", msgspec.json.encode([marks, start, schemas]).decode()))
+
+
+def _call_of(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the schema of a call. All of it is one, so that the model may write spaces where it does, and tokens that have
+    the end of one part and the beginning of the next: of a text that is given, only certain tokens would do."""
+    arguments = {"$id": "urn:arguments"} | {key: value for key, value in schema.items() if key != "x-guidance"}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, "arguments": arguments},  # whose references are to its own parts, by its name
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+        "x-guidance": _JSON_OPTIONS,
+    }
 
 
 def schemas_of(form: Form) -> list[tuple[str, str]]:
@@ -135,9 +148,8 @@ def write_grammar(form: Form, write_mark: Callable[[str], str]) -> str:
         grammar = matcher.grammar_from_lark(text)
     else:
         marks, start, schemas = json.loads(text)
-        before = [quoted(f'{{"name": {quoted(name)}, "arguments": ') for name, _ in schemas]
-        calls = [f'{name} %json {json.dumps(schema)} "}}"' for name, (_, schema) in zip(before, schemas, strict=True)]
-        rules = [f"{start} BREAK? ({' | '.join(calls)}) BREAK? closing", 'BREAK: "\\n"']
+        calls = " | ".join(f"%json {json.dumps(_call_of(name, schema))}" for name, schema in schemas)
+        rules = [f"{start} BREAK? ({calls}) BREAK? closing", 'BREAK: "\\n"']
         written = [f"{name}: {write_mark(mark)}" for name, mark in marks.items()]
         grammar = matcher.grammar_from_lark("\n".join(["%llguidance {}", *rules, *written]))
     return grammar

@@ -543,3 +543,15 @@ def test_what_is_wrong_with_the_schema_of_a_tool_names_the_tool(executor: Transf
     for request in (required(1, STRICT, wrong), conversation(tools=[STRICT, wrong], strict_tools=["place"])):
         with pytest.raises(ValueError, match=r"""kept to "not" \(in the parameters of 'place', at #/properties/at\)"""):
             answer(executor, request)
+
+
+@for_each("space", ["", " "])
+def test_a_call_may_have_spaces_or_not(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch, space: str) -> None:
+    """As the model has learned to write it, in tokens of its own."""
+    arguments = f'{{"city":{space}"Ulm",{space}"days":{space}3}}'
+    call = f'<tool_call>{{"name":{space}"weather",{space}"arguments":{space}{arguments}}}</tool_call>'
+    for request in (conversation(tools=[STRICT], strict_tools=["weather"]), required(1, STRICT)):
+        with monkeypatch.context() as patch:
+            chosen_before(executor, patch, f"{call}<|end|>")
+            replies = answer(executor, request)
+        assert [json.loads(made.arguments) for reply in replies for made in reply.tool_calls] == [{"city": "Ulm", "days": 3}]
