@@ -10,7 +10,7 @@
 #   make test-vllm the plug-in for vLLM with the real thing: makes .venv-vllm, once (3 minutes, 3.5 GB), and tests in it
 #   make test-sglang the plug-in for SGLang with the real thing on the CPU: makes .venv-sglang, once (3 minutes, 2 GB), and tests in it
 #   make test-ray the engine in a Ray cluster of two nodes on this machine: makes .venv-ray, once (2 minutes, 1.5 GB), and tests in it
-#   make test-clients the clients that people call such a server with (openai, langchain, litellm, instructor): makes .venv-clients, once
+#   make test-clients the clients that people call such a server with, of Python and, if there is npm, of JavaScript: makes .venv-clients, once
 #   make demo-vllm starts vLLM with the plug-in, asks about a picture, and prints what went through the slab
 #   make chaos    MINUTES=10 SEED=1: processes killed, stopped and hung up under load; a table of what must be zero
 #   make night    MINUTES=10 SEED=1: a server under mixed load, whose processes are killed and stopped, and whose log stalls
@@ -149,11 +149,14 @@ $(RAY_INSTALLED): pyproject.toml constraints.txt setup.py tests/installing_serve
 CLIENTS := .venv-clients
 
 test-clients: $(INSTALLED) $(CLIENTS)/.installed
-	$(BIN)/python -m tests.clients $(CLIENTS)/bin/python
+	$(BIN)/python -m tests.clients $(CLIENTS)
 
-$(CLIENTS)/.installed: Makefile
+$(CLIENTS)/.installed: Makefile tests/clients/package.json
 	@$(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check 'openai>=1.60' langchain-openai instructor litellm
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check 'openai>=1.60' langchain-openai instructor litellm \
+		openai-agents 'pydantic-ai-slim[openai]' llama-index-llms-openai-like
+	@cp tests/clients/package.json $(CLIENTS)/
+	@if command -v npm >/dev/null; then npm install --prefix $(CLIENTS) --silent --no-audit --no-fund; fi
 	@touch $@
 
 verify: $(INSTALLED)

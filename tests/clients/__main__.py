@@ -1,11 +1,14 @@
-"""``make test-clients``: a real server with a tiny model, and the clients in their own environment.
+"""``make test-clients``: real servers, one with a tiny model that calls tools and one that takes pictures, and the clients in
+their own environment.
 
-``python -m tests.clients PYTHON``, with the Python that has them.
+``python -m tests.clients DIRECTORY``, with the environment that has them: a virtual one of Python, and Node's modules.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,25 +17,32 @@ from pathlib import Path
 from shmring.frontend.serve_process import ServerProcess
 from tests.clients.tiny_caller import write
 
-PROGRAM = Path(__file__).with_name("try_clients.py")
+PROGRAMS = Path(__file__).parent
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory() as directory:
+    clients = Path(sys.argv[1]).resolve()
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as servers:
         model = Path(directory) / "tiny-caller"
         write(model)
-        options = [
-            "--executor=transformers",
-            f"--model={model}",
-            f"--name=clients-{Path(directory).name}",
-            "--port=0",
-            "--slab-nbytes=64MiB",
-        ]
-        with ServerProcess.start(options) as server:
+        name = f"clients-{Path(directory).name}"
+        started = []
+        for options in (["--executor=transformers", f"--model={model}"], ["--executor=synthetic"]):
+            options += [f"--name={name}-{len(started)}", "--port=0", "--slab-nbytes=64MiB", "--api-server-count=1"]
+            server = servers.enter_context(ServerProcess.start(options))
+            started.append(server)
+        places = []
+        for server, called in zip(started, (model.name, "shmring-synthetic"), strict=True):
             server.wait_until_ready(120)
-            program = [sys.argv[1], PROGRAM, f"{server.url}/v1", model.name]
-            environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it asks a host on the internet otherwise
-            return subprocess.run(program, check=False, env=environment).returncode
+            places += [f"{server.url}/v1", called]
+        environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it asks a host on the internet otherwise
+        programs = [[clients / "bin" / "python", PROGRAMS / "try_clients.py"]]
+        if (clients / "node_modules").is_dir():
+            # Node looks for modules beside a program.
+            programs.append(["node", Path(shutil.copy(PROGRAMS / "try_clients.mjs", clients))])
+        else:
+            print("JavaScript's clients are not tried: there is no npm that could install them")
+        return max(subprocess.run([*program, *places], check=False, env=environment).returncode for program in programs)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import sys
 from collections.abc import Iterable
 
+import agents
 import instructor
 import litellm
 import openai
+import pydantic_ai
 from langchain_core.messages import ToolMessage
 from langchain_openai import ChatOpenAI
+from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel, Field
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.openai import OpenAIProvider
 
 ARGUMENTS = {"city": "Ulm", "days": 3}
 RAIN = "It rains in Ulm."
+PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
 HELLO = [{"role": "user", "content": "How is the weather in Ulm?"}]
 TOOL = {
     "type": "function",
@@ -75,7 +84,7 @@ def try_openai(url: str, model: str) -> None:
             response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "cat"}}},
         )
     except openai.BadRequestError as error:
-        refused = str(error)
+        refused = error.body["message"]
     else:
         refused = ""
     assert "can't be compiled" in refused
@@ -95,8 +104,12 @@ def try_responses(url: str, model: str) -> None:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         assert text == stream.get_final_response().output_text == RAIN
     assert isinstance(client.responses.parse(model=model, input="Hello", text_format=Report).output_parsed, Report)
+    going_on = client.responses.create(model=model, input=[returned], previous_response_id=answer.id, tools=[tool])
+    assert going_on.output_text == RAIN
+    assert client.responses.retrieve(going_on.id).output_text == RAIN
+    client.responses.delete(going_on.id)
     try:
-        client.responses.create(model=model, input="Hello", previous_response_id=answer.id)
+        client.responses.create(model=model, input="Hello", previous_response_id=going_on.id)
     except openai.BadRequestError as error:
         refused = error.param
     else:
@@ -184,8 +197,75 @@ def try_instructor(url: str, model: str) -> None:
     assert isinstance(client.chat.completions.create(model=model, messages=HELLO, response_model=Anything), Anything)
 
 
+async def try_openai_agents(url: str, model: str, pictures_url: str, pictures_model: str) -> None:
+    """All their tools are strict. By responses, which is their default, and by chats."""
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool(name_override="Weather")
+    def weather(city: str, days: int) -> str:
+        return f"Rain for {days} days in {city}"
+
+    async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
+        for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
+            agent = agents.Agent("Forecaster", instructions="Be brief.", model=kind(model, client), tools=[weather])
+            result = await agents.Runner.run(agent, "How is the weather in Ulm?")
+            assert result.final_output == RAIN
+            assert any("Rain for 3 days in Ulm" in str(item) for item in result.new_items)
+            streamed = agents.Runner.run_streamed(agent, "How is the weather in Ulm?")
+            async for _ in streamed.stream_events():
+                pass
+            assert streamed.final_output == RAIN
+            reporter = agents.Agent("Reporter", model=kind(model, client), output_type=Report)
+            assert isinstance((await agents.Runner.run(reporter, "How is the weather in Ulm?")).final_output, Report)
+    content = [{"type": "input_text", "text": "What is this?"}, {"type": "input_image", "image_url": PICTURE, "detail": "auto"}]
+    async with openai.AsyncOpenAI(base_url=pictures_url, api_key="none") as client:
+        viewer = agents.Agent("Viewer", model=agents.OpenAIResponsesModel(pictures_model, client))
+        seen = await agents.Runner.run(viewer, [{"role": "user", "content": content}])
+    assert seen.final_output.startswith("[synthetic]")
+
+
+async def try_pydantic_ai(url: str, model: str, pictures_url: str, pictures_model: str) -> None:
+    provider = OpenAIProvider(base_url=url, api_key="none")
+    for kind in (OpenAIChatModel, OpenAIResponsesModel):
+        agent = pydantic_ai.Agent(kind(model, provider=provider))
+
+        @agent.tool_plain(name="Weather", strict=True)
+        def weather(city: str, days: int) -> str:
+            return f"Rain for {days} days in {city}"
+
+        result = await agent.run("How is the weather in Ulm?")
+        assert result.output == RAIN
+        assert "Rain for 3 days in Ulm" in str(result.all_messages())
+        async with agent.run_stream("How is the weather in Ulm?") as streamed:
+            assert await streamed.get_output() in ("I look.", RAIN)  # it takes the first text for the last one
+        reporter = pydantic_ai.Agent(kind(model, provider=provider), output_type=pydantic_ai.NativeOutput(Report))
+        assert isinstance((await reporter.run("How is the weather in Ulm?")).output, Report)
+    seeing = OpenAIChatModel(pictures_model, provider=OpenAIProvider(base_url=pictures_url, api_key="none"))
+    picture = pydantic_ai.BinaryContent(base64.b64decode(PICTURE.partition(",")[2]), media_type="image/png")
+    assert (await pydantic_ai.Agent(seeing).run(["What is this?", picture])).output.startswith("[synthetic]")
+
+
+def try_llama_index(url: str, model: str, pictures_url: str, pictures_model: str) -> None:
+    options = {"api_key": "none", "is_chat_model": True, "is_function_calling_model": True}
+    llm = OpenAILike(model=model, api_base=url, context_window=8192, **options)
+
+    def weather(city: str, days: int) -> str:
+        return "Rain"
+
+    tool = FunctionTool.from_defaults(weather, name="Weather")
+    answer = llm.chat_with_tools([tool], user_msg="How is the weather in Ulm?")
+    [call] = llm.get_tool_calls_from_response(answer)
+    assert call.tool_kwargs == ARGUMENTS
+    assert str(llm.complete("How is the weather in Ulm?")) == RAIN
+    assert "".join(piece.delta or "" for piece in llm.stream_complete("How is the weather in Ulm?")) == RAIN
+    seeing = OpenAILike(model=pictures_model, api_base=pictures_url, context_window=8192, **options)
+    picture = ImageBlock(image=base64.b64decode(PICTURE.partition(",")[2]), image_mimetype="image/png")
+    seen = seeing.chat([ChatMessage(role="user", blocks=[TextBlock(text="What is this?"), picture])])
+    assert str(seen.message.content).startswith("[synthetic]")
+
+
 def main() -> None:
-    url, model = sys.argv[1:]
+    url, model, *pictures = sys.argv[1:]
     try_openai(url, model)
     asyncio.run(try_openai_async(url, model))
     asyncio.run(try_responses_async(url, model))
@@ -193,6 +273,11 @@ def main() -> None:
     for attempt in attempts:
         attempt(url, model)
         print(f"{attempt.__name__}: as it should be")
+    for seeing in (try_openai_agents, try_pydantic_ai):
+        asyncio.run(seeing(url, model, *pictures))
+        print(f"{seeing.__name__}: as it should be")
+    try_llama_index(url, model, *pictures)
+    print(f"{try_llama_index.__name__}: as it should be")
 
 
 if __name__ == "__main__":
