@@ -570,6 +570,69 @@ FAULTS = (
         ),
     ),
     *faults_in(
+        "frontend/media/seams.py",
+        (
+            "keyframes whose times go back begin no part",
+            "            return position < self._latest or position == self._latest < self._end\n",
+            "            return False\n",
+            "tests/frontend/media/test_seams.py::test_times_that_go_back_begin_a_part",
+        ),
+        (
+            "frames that are stored in another order begin a part",
+            "        if is_keyframe:  #",
+            "        if True:  #",
+            "tests/frontend/media/test_seams.py::test_frames_that_are_stored_in_another_order_are_no_seam",
+        ),
+        (
+            "a jump back that is too far is none without a keyframe",
+            "abs(position - self._latest) > self._max_gap",
+            "position - self._latest > self._max_gap",
+            "tests/frontend/media/test_seams.py::test_a_jump_that_is_too_far_begins_a_part_also_without_a_keyframe",
+        ),
+        (
+            "a frame may be shown for hours",
+            "        duration = self.duration_of(duration)\n",
+            "",
+            "tests/frontend/media/test_seams.py::test_a_frame_that_is_shown_for_too_long_lasts_for_an_unknown_time",
+        ),
+    ),
+    *faults_in(
+        "frontend/media/timeline.py",
+        (
+            "parts begin where their first packet is shown",
+            "end - positions[0]",
+            "end - self._positions[part.first_frame]",
+            "tests/frontend/media/test_timeline.py::test_frames_of_a_part_begin_with_its_first_one_to_be_shown_not_to_be_stored",
+        ),
+        (
+            "a piece is decoded from another one's keyframe",
+            "bool(self._keyframe_packets) and self._keyframe_packets[-1] >= self._piece.first_packet",
+            "bool(self._keyframe_packets)",
+            "tests/frontend/media/test_timeline.py::test_frames_of_a_piece_need_none_of_another",
+        ),
+    ),
+    *faults_in(
+        "frontend/media/fragments.py",
+        (
+            "samples are looked for where they were before the file was joined",
+            "        if base != fragment.place - moved\n",
+            "        if False\n",
+            "tests/frontend/media/test_pieces.py::test_a_fragment_that_is_lost_in_the_middle_is_told",
+        ),
+        (
+            "fragments at the same time are one part",
+            "if not parts or any(time <= latest",
+            "if not parts or any(time < latest",
+            "tests/frontend/media/test_pieces.py::test_fragments_of_a_single_time_are_parts",
+        ),
+        (
+            "a pause is a loss",
+            "if after.number > before.number + 1]",
+            "if True]",
+            "tests/frontend/media/test_pieces.py::test_a_sender_may_pause_or_count_otherwise",
+        ),
+    ),
+    *faults_in(
         "frontend/media/keeping.py",
         (
             "what is remembered has no bound in bytes",

@@ -123,6 +123,12 @@ def test_fragments_with_their_heads_and_without(clip_of: Make, order: dict[str, 
     assert "begin anew at 0.80 s, 1.60 s" in clip.shortfall
 
 
+def test_fragments_of_a_single_time_are_parts(clip_of: Make) -> None:
+    first, second = (clip_of(levels, "mp4", g="50", container_options={"movflags": OWN_PLACES}) for levels in (FIRST, SECOND))
+    assert first.count(b"moof") == 1
+    assert_all_frames(first + from_fragments_on(second))
+
+
 def test_segments_that_repeat_their_head_have_no_seam(clip_of: Make) -> None:
     data = clip_of(LEVELS, "mp4", g="10", container_options={"movflags": OWN_PLACES})
     head = data[: data.index(b"moof") - 4]
