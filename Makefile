@@ -4,6 +4,7 @@
 #   make bench-quick  transports side by side in about five minutes; what misses a target is measured again before this fails
 #   make test-all what make test leaves out: coverage of the core, a minute of chaos, tests that start servers and benchmarks, and more
 #                 random examples of each property; SEED=2 for others
+#   make test-pythons the fast tests with each Python from 3.11 to 3.14 that is at hand, each in an environment of its own
 #   make test-gpu the tests that need a GPU, which make test skips where there is none
 #   make gpu-hour all that is to be known of a GPU that is at hand for some minutes: builds, tests, measures, in at most eight minutes; one
 #                 JSON, JSON=gpu-hour.json. ENVIRONMENT=none takes the Python that is there (PYTHON=python3), and fetches nothing
@@ -26,7 +27,7 @@
 #   make wheel    a wheel for any Linux (manylinux) and an sdist, into dist/; ARCH=aarch64 compiles for another processor
 #   make docs     the site: the pages of docs/ and a reference made from docstrings, with search, in site/
 #   make format   rewrites the sources in the project's style
-#   make clean    removes .venv, .venv-vllm, .venv-sglang, .venv-ray, .venv-clients, .venv-docs and what the tools cached
+#   make clean    removes .venv, .venv-3.*, .venv-vllm, .venv-sglang, .venv-ray, .venv-clients, .venv-docs and what the tools cached
 
 PYTHON ?= python3
 VENV := .venv
@@ -35,6 +36,7 @@ export TEST_RUN_OF_SHMRING := $(or $(TEST_RUN_OF_SHMRING),$(shell date +%s%N)-$(
 # A worker more than there are cores; who is idle takes tests of the others.
 PARALLEL := -n auto --dist worksteal
 BIN := $(VENV)/bin
+RUNNABLE := $(VENV)/.runnable
 INSTALLED := $(VENV)/.installed
 SEED ?= 1
 COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shmring/memory/*.[ch] bench/*/*.pyx tests/model/*.pyx)
@@ -42,10 +44,10 @@ COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shm
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-gpu gpu-hour test-vllm test-sglang test-ray test-clients demo-vllm lint types unit chaos night soak simulate bench-quick verify sanitize guards mutants \
+.PHONY: demo test test-all test-pythons test-gpu gpu-hour test-vllm test-sglang test-ray test-clients demo-vllm lint types unit chaos night soak simulate bench-quick verify sanitize guards mutants \
 	fuzz wheel docs format clean install
 
-demo: $(INSTALLED)
+demo: $(RUNNABLE)
 	$(BIN)/shmring demo
 
 # Style and types take a core for some seconds while the tests begin on both.
@@ -68,6 +70,9 @@ test-all: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --minutes 1 --seed $(SEED)
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile=thorough --hypothesis-seed=$(SEED) -m 'slow or hypothesis'
 	$(BIN)/python -m tests.leftovers
+
+test-pythons:
+	$(PYTHON) tests/pythons.py
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),1) --seed $(SEED)
@@ -218,29 +223,25 @@ format: $(INSTALLED)
 
 install: $(INSTALLED)
 
-# Where no C compiler is, one comes from the package index: Zig's, which setup.py looks for when it finds no other. (cc is what make
-# itself takes for CC when nobody says anything.)
-COMPILER = $(or $(filter-out cc,$(CC)),$(shell command -v gcc || command -v clang || command -v cc))
+# What runs: shmring and what its server and the demonstration need. Where no C compiler is, one comes from the package index: Zig's,
+# which setup.py looks for when it finds no other.
+$(RUNNABLE): pyproject.toml constraints.txt setup.py $(COMPILED)
+	$(call installing,demo)
 
-# pip, with a line for each package that is fetched and each module that is compiled.
-INSTALL = $(BIN)/python tests/installing.py -c constraints.txt
-
-# torch first and pinned: whatever else depends on it then takes this one.
+# What tests and benchmarks need, too.
 $(INSTALLED): pyproject.toml constraints.txt setup.py $(COMPILED)
+	$(call installing,test)
+	@touch $(RUNNABLE)
+
+define installing
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shmring needs Python 3.11 or later: make PYTHON=python3.11")'
-	@echo 'Installing into $(VENV), once; this takes a minute or two, and longer where torch brings CUDA (some 3 GB).'
-	@echo '  1 of 3: an empty environment ...'
+	@echo 'Installing into $(VENV), once; this takes about a minute, and longer where torch brings CUDA (some 3 GB).'
 	@$(PYTHON) -m venv $(VENV)
-	$(if $(COMPILER),,@echo '  No C compiler is on the PATH (gcc, clang, cc): taking one from the package index (ziglang, 100 MB) ...')
-	$(if $(COMPILER),,@$(INSTALL) ziglang \
-		|| { echo '  It did not come. Install gcc or clang (Debian: apt install gcc python3-dev).'; exit 1; })
-	@echo '  2 of 3: torch ...'
-	@$(INSTALL) torch
-	@echo '  3 of 3: shmring, and what serving, tests and benchmarks need ...'
-	@$(INSTALL) -e '.[test]'
+	@$(BIN)/python tests/installing.py $(1)
 	@touch $@
 	@echo '  installed'
+endef
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(RAY) $(CLIENTS) $(DOCS) site .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist *.egg-info
+	rm -rf $(VENV) .venv-3.* $(VLLM) $(SGLANG) $(RAY) $(CLIENTS) $(DOCS) site .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

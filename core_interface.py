@@ -5,6 +5,7 @@ The parts (``shmring/core/*.pyx``) are the only place where a name of the core h
 - ``shmring/core/compiled.pyi``, for type checkers: what Python sees. A type in C says the type in Python (``uint64_t`` is
   ``int``), unless a parameter has an annotation as well, or a comment that begins with ``type:`` stands behind an attribute, a
   class or a function of C. The comment of a function is that of PEP 484, ``type: (int, str) -> bytes``, or its result's type.
+  The first line has a digest of what is compiled: so a wheel says of which sources it is.
 - ``build/declarations/shmring/core/compiled.pxd``, for what is compiled beside the core where the sources are used in place: a
   subclass of a book has to know how the book lies in memory. The core itself is compiled without it.
 
@@ -14,6 +15,7 @@ compiled, and Cython the declarations.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -219,7 +221,17 @@ def stub() -> str:
         begins = f"from {imports[name]} import " if imports[name] else f"import {name}"
         needed[begins] = f"{needed[begins]}, {name}" if begins in needed else name * bool(imports[name])
     head = [begins + names for begins, names in sorted(needed.items())]
-    return "\n".join([f"# Made by {Path(__file__).name} from the parts of the core.", "", *head, "", text, ""])
+    made = f"# Made by {Path(__file__).name} from the parts of the core; {digest()}"
+    return "\n".join([made, "", *head, "", text, ""])
+
+
+def digest() -> str:
+    """Returns what names the sources that are compiled, and how: the same exactly where they are the same."""
+    patterns = ("shmring/core/*.pyx", "shmring/core/*.h", "shmring/memory/*.[ch]")
+    named = hashlib.sha256()
+    for path in ["setup.py", *sorted(str(path) for pattern in patterns for path in Path().glob(pattern))]:
+        named.update(f"{path}\n".encode() + Path(path).read_bytes())
+    return f"sha256 of what was compiled: {named.hexdigest()}"
 
 
 def imports_of(code: str) -> dict[str, str]:

@@ -70,7 +70,17 @@ def missing(what: str) -> str:
 
 
 class Build(build_ext):
-    """Translates the core to C, under build/, and compiles it with the flags above."""
+    """Translates the core to C, under build/, and compiles it with the flags above, on all cores."""
+
+    def run(self) -> None:
+        if self.inplace or self.editable_mode:  # pip has a new directory each time, in which everything would be compiled anew
+            self.build_lib = self.build_temp = f"build/{sys.implementation.cache_tag}"
+        self.parallel = self.parallel or len(os.sched_getaffinity(0))
+        super().run()
+
+    def build_extension(self, ext: Extension) -> None:
+        super().build_extension(ext)
+        print(f"built '{ext.name}' extension", flush=True)  # as above: several are compiled at once
 
     def build_extensions(self) -> None:
         write(DECLARATIONS / "shmring/core/compiled.pxd", declarations())
@@ -93,8 +103,7 @@ class Build(build_ext):
 
 def extensions() -> list[Extension]:
     """Returns what is compiled: the core and, where the sources are used in their place, what measures it and tests."""
-    is_in_place = not {"editable_wheel", "--inplace"}.isdisjoint(sys.argv)
-    beside = ["bench/*/*.pyx", "tests/model/*.pyx"] if is_in_place else []
+    beside = ["bench/*/*.pyx", "tests/model/*.pyx"] if "--inplace" in sys.argv else []
     sources = [MAIN, *(path for pattern in beside for path in Path().glob(pattern))]
     headers = ["shmring/core"]  # which what lies beside the core uses as well
     core = [

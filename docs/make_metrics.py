@@ -1,11 +1,13 @@
 """Tables of docs/metrics.md (``GET /metrics``, the engine, its ring), made of the code: ``python docs/make_metrics.py``.
 
-A test compares.
+A test compares. A row that is there and that the code does not make is an error, which says what to do: somebody has written
+it.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,7 +19,11 @@ _EPOCH = "| `epoch` | identity | identity | of this engine's life; not a quantit
 
 
 def make_page() -> str:
-    """Returns the page's text; all but those tables is as it stands there."""
+    """Returns the page's text; all but those tables is as it stands there.
+
+    Raises:
+        LookupError: one of the tables has a row that no number makes.
+    """
     listed = [each for each in COUNTED if not each.name.startswith("shmring_engine_") or not each.source]
     page = _with_table(
         PAGE.read_text(),
@@ -39,8 +45,23 @@ def _with_table(page: str, heading: str, rows: Iterable[str]) -> str:
     """Returns the page with other rows in the first table of a section."""
     before, title, section = re.split(rf"(^## .*{re.escape(heading)}\n)", page, maxsplit=1, flags=re.MULTILINE)
     intro, head, rest = re.split(r"(^\| name .*\n\|[-|]+\n)", section, maxsplit=1, flags=re.MULTILINE)
-    return f"{before}{title}{intro}{head}{''.join(rows)}\n{rest.partition(f'{chr(10)}{chr(10)}')[2]}"
+    old, _, rest = rest.partition("\n\n")
+    new = "".join(rows)
+    if unknown := [name for name in _names(old) if name not in _names(new)]:
+        raise LookupError(
+            f"{PAGE.name}, {heading}: no number is called {', '.join(unknown)}. Describe it by Counted(...) in "
+            "engine/counted.py (an engine's) or frontend/counted.py (a frontend's), and run this again; if it has gone, "
+            "delete the row"
+        )
+    return f"{before}{title}{intro}{head}{new}\n{rest}"
+
+
+def _names(table: str) -> list[str]:
+    return re.findall(r"^\| `(\w+)` ", table, re.MULTILINE)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(make_page())
+    try:
+        PAGE.write_text(make_page())
+    except LookupError as error:
+        sys.exit(str(error))
