@@ -31,6 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 import shmring
+from shmring.frontend.media.packages import DECODERS
 from shmring.frontend.memory_checks import Check, memory_checks
 from shmring.memory import huge_pages
 from shmring.memory.available import size_of, text_of
@@ -53,9 +54,8 @@ _IN_A_MEMFD = "unless it is configured otherwise, it goes to a memfd, which only
 _SWEEP_ADVICE = "shmring doctor --sweep removes them, and so does the next engine of this user"
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
-# The names of distributions, also where a module has another name. Only the last two can be missing.
-_PACKAGES = ("shmring", "torch", "numpy", "msgspec", "uvloop", "posix_ipc", "av", "pillow", "pillow-heif")
-_FOR_MEDIA = frozenset({"av", "pillow", "pillow-heif"})
+# The names of distributions, also where a module has another name. Only those that decode can be missing.
+_PACKAGES = ("shmring", "torch", "numpy", "msgspec", "uvloop", "posix_ipc", *DECODERS)
 
 
 def run_checks(slab_nbytes: int, socket_dir: str | None = None, engines: int = 1) -> list[Check]:
@@ -345,8 +345,11 @@ def check_package(name: str) -> Check:
     except metadata.PackageNotFoundError:
         if name == "shmring":
             return Check(name, "ok", f"{shmring.__version__}, from {Path(shmring.__file__).parent}, not installed")
-        if name in _FOR_MEDIA:
-            return Check(name, "warning", "not installed", "serving needs it: in a checkout, pip install -e '.[serve]'")
+        if name in DECODERS:
+            advice = (
+                "a server can't decode media without it: pip install 'shmring[serve]'; in a checkout, pip install -e '.[serve]'"
+            )
+            return Check(name, "warning", "not installed", advice)
         return Check(name, "problem", "not installed", f"pip install {name}")
 
 

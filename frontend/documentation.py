@@ -121,10 +121,11 @@ _ERRORS = {
     415: "The body is not said to be JSON, or a form (Content-Type), or is compressed.",
     429: "The key is at one of its limits.",
     500: "The engine failed with this request, or the server has a bug.",
+    501: "The request has media, and this server has no packages that decode them.",
     503: "Too many requests, no space in the slab, no engine at the moment, or a decoder that died.",
     504: "The request took longer than the server allows.",
 }
-_BODY_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
+_BODY_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 501, 503, 504)
 
 _STREAM = (
     "With `stream`: events `data: {...}`, each of the type that is named here, and `data: [DONE]` at the end. If it fails on "

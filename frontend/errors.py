@@ -26,6 +26,7 @@ media too large together                               413     media_too_large
 media, or an answer, that never fit the slab           413     slab_too_small
 the body is said to be something else; is compressed   415     unsupported_media_type, unsupported_content_encoding
 any other failure of the executor; a bug               500     engine_error, internal_error
+a package that media need is not installed             501     not_installed
 no turn in time, here or in the engine                 503     overloaded (``Retry-After``)
 no space in the slab in time                           503     slab_full (``Retry-After``)
 engine gone or going; request aborted there            503     engine_unavailable (``Retry-After``)
@@ -52,7 +53,7 @@ import msgspec
 import shmring
 from shmring.core.loggers import logger_of
 
-__all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "aborted", "api_error_of", "report", "unavailable"]
+__all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "aborted", "api_error_of", "not_installed", "report", "unavailable"]
 
 logger = logger_of("shmring.frontend.errors")
 
@@ -162,6 +163,11 @@ def aborted() -> ApiError:
     """Returns the error of a request that an operator has ended. Clients of OpenAI's heed the header."""
     message = "an operator of this server has ended the request"
     return ApiError(500, message, code="aborted", headers={"x-should-retry": "false"})
+
+
+def not_installed(message: str, param: str) -> ApiError:
+    """Returns the error of a request that this server's environment has no package for. Clients of OpenAI's heed the header."""
+    return ApiError(501, message, code="not_installed", param=param, headers={"x-should-retry": "false"})
 
 
 def unavailable(message: str, code: str) -> ApiError:

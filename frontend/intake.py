@@ -27,7 +27,9 @@ from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import InputSpec, Medium, ProcessorSpec
 from shmring.engine.tracing import traced
 from shmring.frontend.admission import Admitted
+from shmring.frontend.errors import not_installed
 from shmring.frontend.media.decoder_pool import DecoderStatistics
+from shmring.frontend.media.packages import what_is_missing
 from shmring.frontend.media.preparation import Preparation
 from shmring.frontend.media.reuse import Held, Reuse, keys_of
 from shmring.frontend.media.sources import Arrivals, MediaFile, MediaSource
@@ -100,7 +102,11 @@ class MediaIntake:
         )
 
     async def get_ready(self, spec: InputSpec) -> None:
-        """Starts a decoder, if what the executor takes needs one that imports for seconds."""
+        """Says if media can't be decoded here. Starts a decoder, if pictures need one that imports for seconds."""
+        takes_media = spec.picture is not None or spec.sound is not None or spec.video is not None
+        if takes_media and (missing := what_is_missing()) is not None:
+            _LOG.warning("pictures, recordings and clips can't be decoded, and get 501: %s", missing)
+            return
         picture = _usable(spec).picture
         if picture is not None and picture.processor is not None:
             await self._preparation.decoders.get_ready(picture.processor)
@@ -132,6 +138,8 @@ class MediaIntake:
             shmring.CapacityError: all media together can never fit the slab; nothing was decoded.
             shmring.ShmringError: from the engine.
         """
+        if sources and (missing := what_is_missing()) is not None:
+            raise not_installed(f"this server decodes no media: {missing}", param)
         media: list[Medium] = []
         spec = _usable(spec)
         with Held() as held:

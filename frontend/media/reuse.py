@@ -33,6 +33,7 @@ from shmring.engine.client import MediaMemory
 from shmring.engine.protocol import InputSpec, Medium, tensor_of
 from shmring.frontend.media.keeping import Keeping
 from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
+from shmring.frontend.media.packages import DECODERS
 from shmring.frontend.media.sources import MediaFile
 from shmring.frontend.settings import FrontendSettings
 
@@ -40,7 +41,6 @@ __all__ = ["Held", "Reuse", "keys_of"]
 
 #: Raise it when a decoder makes something else of the same file.
 _PREPARATION = 3
-_DECODERS = ("pillow", "pillow-heif", "av", "numpy")
 
 # Hashing so much takes 0.15 ms, or 0.4 ms on a processor without instructions for it; to wake a thread for it, and then the
 # loop, takes 0.07 ms more.
@@ -69,7 +69,7 @@ async def keys_of(files: Sequence[MediaFile], spec: InputSpec, settings: Fronten
 @functools.lru_cache(maxsize=16)
 def _preparation_of(kind: MediaKind, spec: InputSpec, limits: MediaLimits, io_kwargs: MediaIoKwargs) -> bytes:
     """Returns what is said of how media of a kind are prepared."""
-    versions = [shmring.__version__, *map(version, _DECODERS)]
+    versions = [shmring.__version__, *map(version, (*DECODERS, "numpy"))]
     return msgspec.json.encode([_PREPARATION, versions, kind, spec, limits, io_kwargs])
 
 
