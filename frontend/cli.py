@@ -134,7 +134,7 @@ def inspect(name: str, socket_dir: str | None, as_json: bool) -> None:
 @main.command(short_help="Shows what an engine is doing, each second.")
 @_of_a_ring
 def top(name: str, socket_dir: str | None) -> None:
-    """Shows what `shmring inspect` does, each second, with rates, until Ctrl-C.
+    """Shows what `shmring inspect` shows, and rates, anew each second. Ctrl-C ends it.
 
     Without a terminal, it prints a line for each engine and second: shmring top NAME | tee log.
     """

@@ -379,7 +379,7 @@ def _tables_of_ring(snapshot: RingSnapshot) -> list[_Table]:
         [f"frontend ({snapshot.client_count})", "state", "pid", "leased", "slots", "requests", "waits for"],
         [
             [
-                f"{each.client_id} {each.name}",
+                f"{each.name or 'unnamed'} (client {each.client_id})",
                 each.state,
                 f"{each.pid}",
                 f"{_mib(each.leased_nbytes)} in {each.leases}",

@@ -213,7 +213,7 @@ function drawRequests(owner) {
 }
 
 function drawTables() {
-  const s = shown, owner = id => { const client = s.clients.find(each => each.client_id === id); return client ? `${id} (pid ${client.pid})` : id; };
+  const s = shown, owner = id => { const client = s.clients.find(each => each.client_id === id); return client ? `client ${id} (pid ${client.pid})` : `client ${id}`; };
   drawSpending(s.program.spending);
   drawCallers(s.program.callers);
   drawRequests(owner);
@@ -221,7 +221,7 @@ function drawTables() {
     s.draining.slice(0, 20).map(r => [[seconds(r.age_s), r.request || "unknown", owner(r.client_id), r.generation, bytes(r.nbytes)], r.age_s > OLD_S]), s.draining_count, "none");
   $("draining-section").hidden = !s.draining_count;
   table("clients", [["frontend", "text"], ["state"], ["pid", "number"], ["leases", "number"], ["leased", "number"], ["slots", "number"], ["requests", "number"], ["pins", "number"], ["waits for"]],
-    s.clients.slice(0, 40).map(c => [[`${c.client_id} ${c.name}`, c.state, c.pid, c.leases, bytes(c.leased_nbytes), c.slots, c.requests, c.pins, c.wants_nbytes ? `${bytes(c.wants_nbytes)}, ${seconds(c.waits_s)}` : ""], c.state !== "connected" || c.waits_s > 2]), s.client_count, "none is connected");
+    s.clients.slice(0, 40).map(c => [[`${c.name || "unnamed"} (client ${c.client_id})`, c.state, c.pid, c.leases, bytes(c.leased_nbytes), c.slots, c.requests, c.pins, c.wants_nbytes ? `${bytes(c.wants_nbytes)}, ${seconds(c.waits_s)}` : ""], c.state !== "connected" || c.waits_s > 2]), s.client_count, "none is connected");
   table("workers", [["rank", "number"], ["pid", "number"], ["state"], ["behind", "number"], ["memory", "number"]],
     s.workers.map(w => [[w.rank, w.pid, w.is_stopped ? "stopped" : w.is_member ? "member" : "left", w.unacknowledged, bytes(w.unacknowledged_nbytes)], w.is_stopped]), s.workers.length, "none");
   $("workers-section").hidden = !s.workers.length;

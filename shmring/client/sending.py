@@ -36,17 +36,17 @@ _READS_SLOWLY = "the engine reads more slowly than it is written to"
 class _Flight:
     """Whether a payload counts as in flight, which it does from its turn on."""
 
-    __slots__ = ("_counts", "_had_turn", "_sending")
+    __slots__ = ("_counts", "_sending", "_waited_before")
 
     def __init__(self, sending: Sending) -> None:
         self._sending = sending
-        self._counts = self._had_turn = False
+        self._counts = self._waited_before = False
 
     async def begin(self) -> None:
         """Waits for its turn; a payload that has had a turn before comes first."""
         if not self._sending.end.begin():
-            await self._sending.turn(again=self._had_turn)
-        self._counts = self._had_turn = True
+            await self._sending.turn(comes_first=self._waited_before)
+        self._counts = self._waited_before = True
 
     def end(self) -> None:
         """Gives its turn to the next one."""
@@ -117,10 +117,10 @@ class Sending:
             flight.end()
             raise
 
-    async def turn(self, *, again: bool) -> None:
-        """Waits until this request may be in flight, which it then is."""
+    async def turn(self, *, comes_first: bool) -> None:
+        """Waits until this request may be in flight, which it then is. One that has given its turn back comes first."""
         self.end.crowded = True
-        await (self._again if again else self._turns).wait(lambda _: self.end.end_flight())
+        await (self._again if comes_first else self._turns).wait(lambda _: self.end.end_flight())
 
     def lose(self) -> list[Place[None]]:
         """The session has ended; returns the futures that tasks wait for."""

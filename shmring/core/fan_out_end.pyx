@@ -76,7 +76,7 @@ cdef class ClaimedSlots(HeldSlots):
         cdef BaseClaim claim
         cdef uint64_t start
         cdef uint32_t i
-        claims = self._end.claims  # this may run a collection, and a finaliser that sends a message; no later call here does
+        claims = self._end.claims  # making the dictionary may run the garbage collector, and so a finaliser that sends; nothing below can
         self._is_filled = True
         for claim in claims.values():
             for i in range(0 if claim._regions is None else claim._regions.content.slot_count):

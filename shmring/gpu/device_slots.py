@@ -94,7 +94,7 @@ class DeviceSlots(Slots):
         self._host_slab: Mapping
         self._slab: DeviceSlab  # these from then on
         self._gpu: Gpu
-        self._views: DeviceViews  # by zero and id of the record
+        self._views: DeviceViews  # by (0, id of the slot's record): a client has no client ids
         self._fences: Fences
         self._submissions: dict[int, _Submission] = {}  # by generation
         self._submission: _Submission  # the last one

@@ -221,7 +221,7 @@ class Link:
                 self.send_record(record)
 
     def send_record(self, record: bytes) -> None:
-        """The same for a message that is a record already."""
+        """Sends an encoded message, or drops it if the connection has ended. Without memory for it, the connection ends."""
         if self.lost or self._origin.forked:
             return
         writer = self.writer

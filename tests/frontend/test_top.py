@@ -72,7 +72,7 @@ async def test_a_stuck_slot_and_its_request_are_shown(serve: Any, connect: Any, 
         await first.reply(1)
     result = await run("inspect", ring.name, "--socket-dir", str(socket_dir))
     assert result.exit_code == 0, result.output
-    for part in ("1 running", "request-1", "left and still viewed (1)", "request-0", "1 the [red]frontend", "0.4 MiB"):
+    for part in ("1 running", "request-1", "left and still viewed (1)", "request-0", "the [red]frontend (client 1)", "0.4 MiB"):
         assert part in result.stdout, result.stdout
     bar = result.stdout.splitlines()[3:7]
     assert {"d", "c", "r", "."} <= set("".join(bar))

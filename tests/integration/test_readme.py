@@ -25,8 +25,8 @@ def block(containing: str) -> str:
 
 
 async def test_the_example_runs_in_two_processes(launch: Callable[..., Any], tmp_path: Path, socket_dir: Path) -> None:
-    (tmp_path / "engine.py").write_text(block("shmring.serve("))
-    (tmp_path / "frontend.py").write_text(block("shmring.connect("))
+    (tmp_path / "engine.py").write_text(block("slab_nbytes="))
+    (tmp_path / "frontend.py").write_text(block("client.slot("))
     launch(str(tmp_path / "engine"), XDG_RUNTIME_DIR=str(socket_dir))
     frontend = launch(str(tmp_path / "frontend"), XDG_RUNTIME_DIR=str(socket_dir))
     await frontend.died()
@@ -38,8 +38,8 @@ async def test_the_example_runs_in_two_processes(launch: Callable[..., Any], tmp
 
 
 def test_the_transport_example_is_about_twenty_lines() -> None:
-    code = [line for name in ("shmring.serve(", "shmring.connect(") for line in block(name).splitlines() if line.strip()]
-    assert len(code) <= 24
+    code = [line for name in ("slab_nbytes=", "client.slot(") for line in block(name).splitlines() if line.strip()]
+    assert len(code) <= 26
 
 
 @pytest.mark.slow
