@@ -85,6 +85,12 @@ class Forked:
     def is_dead(self) -> bool:
         return not self.process.lives
 
+    @property
+    def lines(self) -> list[str]:
+        """The lines that it has written, but for those about waiting for an engine: they depend on how busy the machine is."""
+        lines = self.output.read_text().split("\n")[:-1] if self.output.exists() else []
+        return [line for line in lines if not line.startswith("waiting for ")]
+
     async def said(self, limit_s: float = LIMIT_S) -> list[str]:
         """The words of the next line that it prints."""
         deadline = time.monotonic() + limit_s
@@ -101,7 +107,7 @@ class Forked:
 
     def _words(self, deadline: float) -> list[str] | None:
         is_dead = self.is_dead  # before its lines are read: it may write the last of them meanwhile
-        lines = self.output.read_text().split("\n")[:-1] if self.output.exists() else []
+        lines = self.lines
         if len(lines) > self._lines_read:
             self._lines_read += 1
             return lines[self._lines_read - 1].split()

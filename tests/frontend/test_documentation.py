@@ -63,7 +63,7 @@ def test_keys_are_documented_where_they_are_needed() -> None:
 def test_streams_and_all_failures_are_documented() -> None:
     chat = openapi_document(FrontendSettings())["paths"]["/v1/chat/completions"]["post"]
     assert set(chat["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
-    assert set(chat["responses"]) == {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503", "504"}
+    assert set(chat["responses"]) == {"200", "400", "401", "404", "408", "413", "415", "429", "500", "501", "503", "504"}
 
 
 def test_pages_of_other_sites_may_read_each_header_that_is_documented() -> None:

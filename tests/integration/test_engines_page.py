@@ -48,7 +48,7 @@ async def test_the_example_runs_in_three_processes(
     await eventually(lambda: all((socket_dir / "shmring" / f"{name}.sock").exists() for name in names), 30)
     process = launch(str(tmp_path / "frontend"), XDG_RUNTIME_DIR=str(socket_dir))
     await process.died()
-    spread, named, owners, slot = process.output.read_text().splitlines()
+    spread, named, owners, slot = process.lines
     engines = ast.literal_eval(spread)
     assert len(engines) == 8
     assert set(engines) == set(names)  # how many from each depends on how soon they answer

@@ -30,11 +30,46 @@ async def test_the_example_runs_in_two_processes(launch: Callable[..., Any], tmp
     launch(str(tmp_path / "engine"), XDG_RUNTIME_DIR=str(socket_dir))
     frontend = launch(str(tmp_path / "frontend"), XDG_RUNTIME_DIR=str(socket_dir))
     await frontend.died()
-    first, second, statistics = frontend.output.read_text().splitlines()
+    first, second, statistics = frontend.lines
     assert first == "{'mean': 0.5}"
     assert second == "{'mean': 1.0}"
     assert "copies=1" in statistics
     assert "in_place=1" in statistics
+
+
+def test_the_first_screen_has_a_program_of_ten_lines_that_runs(socket_dir: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert readme.index("```python") < readme.index("![")
+    code = [line for line in BLOCKS[0].splitlines() if line.strip()]
+    assert len(code) <= 10
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(socket_dir)}
+    ended = subprocess.run(
+        [sys.executable, "-c", BLOCKS[0]], capture_output=True, text=True, timeout=100, env=environment, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1.0\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/workers.md"])
+def test_programs_end_quietly_by_ctrl_c(page: str, socket_dir: Path) -> None:
+    """Those that wait for others: an engine, and a client or a worker without an engine."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    programs = [code for code in blocks if "KeyboardInterrupt" in code]
+    assert len(programs) == 2
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": str(socket_dir)}
+    for number, code in enumerate(reversed(programs)):  # the one that waits for the engine first
+        starts = "import shmring.threads, signal, threading, torch; shmring.serve, shmring.connect, shmring.threads.join\n"
+        starts += "threading.Timer(3.0, signal.raise_signal, [signal.SIGINT]).start()\n"
+        ended = subprocess.run(
+            [sys.executable, "-c", starts + code, "0"],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env=environment,
+            check=False,
+        )
+        said = [line for line in ended.stderr.splitlines() if not line.startswith("waiting for ")]
+        assert (ended.returncode, said) == (0, []), number
 
 
 def test_the_transport_example_is_about_twenty_lines() -> None:
