@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import heapq
 import mmap
 import os
 import struct
@@ -41,6 +42,7 @@ _DROPPED = 48  # where that field is
 _UNIT_NBYTES = 1024  # of contents: those of a chat have a few
 _UNITS_PER_ENTRY = 4
 _LARGEST_SHARE = 4  # of a part, which a content takes at most
+_ROOM_SHARE = 64  # of a part, which is free when room was made
 
 
 @dataclasses.dataclass(slots=True)
@@ -77,6 +79,7 @@ class ResponseMemory:
         self._free = RunAllocator(0, self._units)
         self._unused = list(range(self._entries))
         self._kept: dict[bytes, OrderedDict[bytes, _Kept]] = {}  # by owner and key, oldest first
+        self._held: dict[bytes, int] = {}  # units, by owner
         self._take_over()
 
     @staticmethod
@@ -119,7 +122,7 @@ class ResponseMemory:
             self._memory, self._place_of(entry), _NO_KEY, account, _hash(content), _NO_KEY, place, len(content), made_at
         )
         self._memory[self._place_of(entry) : self._place_of(entry) + _HASH_NBYTES] = key  # from now on it is found
-        self._kept.setdefault(account, OrderedDict())[key] = _Kept(entry, made_at, start, units)
+        self._note(account, key, _Kept(entry, made_at, start, units))
         return True
 
     def find(self, owner: bytes, name: str) -> bytes | None:
@@ -156,32 +159,43 @@ class ResponseMemory:
         for _, account, key, kept in sorted(found, key=lambda each: each[0]):
             self._free.carve(kept.start, kept.units)
             self._unused.remove(kept.entry)
-            self._kept.setdefault(account, OrderedDict())[key] = kept
+            self._note(account, key, kept)
 
     def _make_room(self) -> None:
-        """Forgets all that nobody can find any more; or else the oldest content of whoever has most."""
-        oldest_at = self._clock() - self._lifetime_s
-        gone = [
-            (account, key)
-            for account, contents in self._kept.items()
-            for key, kept in contents.items()
-            if kept.made_at <= oldest_at or self._is_dropped(kept.entry, key)
-        ]
-        if not gone:
-            most = max(self._kept, key=lambda account: sum(kept.units for kept in self._kept[account].values()))
-            gone = [(most, next(iter(self._kept[most])))]
-        for account, key in gone:
-            kept = self._kept[account].pop(key)
-            if not self._kept[account]:
-                del self._kept[account]
-            place = self._place_of(kept.entry)
-            self._memory[place : place + _HASH_NBYTES] = _NO_KEY
-            self._free.free(kept.start, kept.units)
-            self._unused.append(kept.entry)
+        """Forgets what is too old, or else of whoever has most the oldest, until some room is left."""
+        oldest_at, is_done = self._clock() - self._lifetime_s, False
+        for account, contents in [*self._kept.items()]:
+            while contents and next(iter(contents.values())).made_at <= oldest_at:
+                self._forget(account)
+                is_done = True
+        held = [(-units, account) for account, units in self._held.items()]
+        heapq.heapify(held)
+        while held and not (is_done and self._has_room()):
+            account = held[0][1]
+            self._forget(account)
+            is_done = True
+            if account in self._held:
+                heapq.heapreplace(held, (-self._held[account], account))
+            else:
+                heapq.heappop(held)
 
-    def _is_dropped(self, entry: int, key: bytes) -> bool:
-        place = self._place_of(entry) + _DROPPED
-        return self._memory[place : place + _HASH_NBYTES] == key
+    def _has_room(self) -> bool:
+        return self._free.free_units >= self._units // _ROOM_SHARE and len(self._unused) >= self._entries // _ROOM_SHARE
+
+    def _forget(self, account: bytes) -> None:
+        """Forgets the oldest content of an owner."""
+        _, kept = self._kept[account].popitem(last=False)
+        self._held[account] -= kept.units
+        if not self._kept[account]:
+            del self._kept[account], self._held[account]
+        place = self._place_of(kept.entry)
+        self._memory[place : place + _HASH_NBYTES] = _NO_KEY
+        self._free.free(kept.start, kept.units)
+        self._unused.append(kept.entry)
+
+    def _note(self, account: bytes, key: bytes, kept: _Kept) -> None:
+        self._kept.setdefault(account, OrderedDict())[key] = kept
+        self._held[account] = self._held.get(account, 0) + kept.units
 
     def _places_of(self, key: bytes) -> list[int]:
         """Returns where the entries of a key are, in all parts."""

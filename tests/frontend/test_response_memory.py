@@ -130,3 +130,20 @@ def test_another_frontend_goes_on_with_what_one_has_kept(open_part: Open) -> Non
         assert again.keep(b"them", str(number), b"z" * 900)
     assert again.find(b"me", "a") == b"x" * 3000
     assert again._free.free_units + sum(kept.units for of in again._kept.values() for kept in of.values()) == again._units
+
+
+def test_room_is_made_for_more_than_one_content(clock: Clock) -> None:
+    memory = ResponseMemory(ResponseMemory.create(4 << 20, 1), 0, 60.0, clock)
+    made = []
+    make_room = memory._make_room
+
+    def count() -> None:
+        made.append(len(memory._unused))
+        make_room()
+
+    memory._make_room = count  # type: ignore[method-assign]
+    for number in range(3000):
+        assert memory.keep(b"%d" % (number % 50), str(number), b"x" * 3000)
+    assert memory.find(b"%d" % (2999 % 50), "2999") == b"x" * 3000
+    assert 0 < len(made) < 300
+    memory.close()
