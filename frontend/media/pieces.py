@@ -13,7 +13,7 @@ reads the first of them, or takes its description for all others. Pieces are tol
 Others are one piece, whatever is in them.
 
 What libav would take at its word is set right here: an edit list whose edits last 0, which means "to the end" and is taken for
-"nothing at all".
+"nothing at all"; the sizes of an AIFF that was written to a pipe, which are 0 or as large as can be.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _HEADS = {
 # A packet that begins with a table of programs (PAT), or of a program's tracks (PMT): ISO 13818-1, 2.4.4.
 _TS_TABLE = re.compile(rb"G(?:[\x40\x60]\0[\x10-\x1f]\0\0|[\x40-\x7f].[\x10-\x1f]\0\x02)[\xb0-\xbf]", re.DOTALL)
 _TS_HEAD_NBYTES = 5
+_LARGEST_OF_AIFF = 0x7FFF_FFFF
 _FOR_EVER = b"\x7f\xff\xff\xff"
 
 
@@ -91,7 +92,7 @@ def pieces_of(view: memoryview, demuxer: str | None) -> list[Piece]:
         pieces = [piece for file in _cut(view, _mp4_starts(view)) for piece in _mp4_pieces(file)]
     elif demuxer in _HEADS:
         starts = (match.start() for match in _HEADS[demuxer].finditer(view))
-        pieces = [Piece(demuxer=demuxer, views=(file,)) for file in _cut(view, starts)]
+        pieces = [Piece(demuxer=demuxer, views=(file,), written=tuple(_aiff_sizes(file))) for file in _cut(view, starts)]
     elif demuxer == "wav":
         pieces = [Piece(demuxer=demuxer, views=views) for views in wav_pieces(view)]
     elif demuxer == "mpegts":
@@ -175,6 +176,22 @@ def _tracks_of_program(table: bytes, end: int) -> Iterator[bytes]:
     while entry + 5 <= end:
         yield table[entry : entry + 1] + (int.from_bytes(table[entry + 1 : entry + 3], "big") % 8192).to_bytes(2, "big")
         entry += 5 + int.from_bytes(table[entry + 3 : entry + 5], "big") % 4096
+
+
+def _aiff_sizes(view: memoryview) -> Iterator[tuple[int, bytes]]:
+    """Where an AIFF has sizes that libav refuses. Its samples go to its end then, and their number is not said (0)."""
+    if bytes(view[:4]) != b"FORM" or 0 < int.from_bytes(view[4:8], "big") <= _LARGEST_OF_AIFF:
+        return
+    yield 4, (len(view) - 8).to_bytes(4, "big")
+    place = 12
+    while place + 8 <= len(view):
+        name, nbytes = bytes(view[place : place + 4]), int.from_bytes(view[place + 4 : place + 8], "big")
+        if name == b"COMM" and int.from_bytes(view[place + 10 : place + 14], "big") > _LARGEST_OF_AIFF:
+            yield place + 10, bytes(4)
+        if name == b"SSND":
+            yield place + 4, (len(view) - place - 8).to_bytes(4, "big")
+            return
+        place += 8 + nbytes + nbytes % 2
 
 
 def _endless_edits(view: memoryview) -> list[tuple[int, bytes]]:

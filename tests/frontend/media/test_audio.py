@@ -399,12 +399,18 @@ def test_other_recordings_that_were_joined_are_heard_whole(
     assert "missing" not in sound.shortfall
 
 
-def test_an_aiff_that_was_written_to_a_pipe_is_read_whole(recording_of: Callable[..., bytes]) -> None:
+@for_each(
+    ("form", "samples_nbytes", "num_samples"),
+    [(0x7F000036, 0x7F000008, 0x7F000000 // 2), (0, 0, 0), (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF)],
+    ids=["SoX", "ffmpeg", "as large as can be"],
+)
+def test_an_aiff_that_was_written_to_a_pipe_is_read_whole(
+    recording_of: Callable[..., bytes], form: int, samples_nbytes: int, num_samples: int
+) -> None:
     data = bytearray(recording_of(chirp(RATE), RATE, "aiff", "pcm_s16be"))
-    place = data.index(b"SSND") + 4
-    data[place : place + 4] = struct.pack(">I", 0x7F000008)
-    place = data.index(b"COMM") + 10
-    data[place : place + 4] = struct.pack(">I", 0x7F000000 // 2)  # as SoX counts
+    places = (4, form), (data.index(b"SSND") + 4, samples_nbytes), (data.index(b"COMM") + 10, num_samples)
+    for place, size in places:
+        data[place : place + 4] = struct.pack(">I", size)
     samples, sound = decoded(bytes(data))
     assert (len(samples), sound.shortfall) == (SECONDS * RATE, "")
 
