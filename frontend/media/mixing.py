@@ -31,7 +31,6 @@ _MIXABLE_CHANNELS = (*range(1, 9), 10, 12, 14, 16, 24)  # numbers for which liba
 _COUNTED = 4  # one frame in so many: all of them would cost a fifth of decoding
 _OPPOSITE = 0.9  # of two channels: so much of their power is gone when they are added
 _TOLERATED_SHARE = 0.01  # of a recording
-_UNSIGNED_ZERO = 128
 
 
 def check_format(sample_rate: int, channels: int) -> None:
@@ -74,9 +73,8 @@ class Mixture:
     def _count(self, frame: AudioFrame) -> None:
         samples = frame.to_ndarray()
         channels = (samples if frame.format.is_planar else samples.reshape(-1, 2).T).astype(np.float64)
-        if frame.format.name.startswith("u8"):
-            channels = channels - _UNSIGNED_ZERO
         with np.errstate(all="ignore"):  # what is no number is refused where it is mixed
+            channels -= channels.mean(axis=1, keepdims=True)  # silence need not be 0
             (first, common), (_, second) = (channels @ channels.T).tolist()
         self._total += first + second
         if -2 * common > _OPPOSITE * (first + second):
