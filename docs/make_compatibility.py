@@ -227,7 +227,8 @@ _GENERATION_NOTES = {
     "min_tokens": f"{_OURS}; not beside a form of the answer",
     "n": f"{_OURS}; up to `--max-num-seqs`",
     "presence_penalty": _OURS,
-    "response_format": f"{_OURS}: `json_object` and `json_schema`; not beside tools. A schema that can't be kept to is refused",
+    "response_format": f"{_OURS}: `json_object` and `json_schema`; beside tools where calls can be "
+    "required: then an answer is JSON, or calls. A schema that can't be kept to is refused",
     "stop": "up to 16 texts, of 1024 characters at most",
     "stop_token_ids": _OURS,
     "structured_outputs": f"{_OURS}: `json`, `json_object`, `regex` and `choice`",

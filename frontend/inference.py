@@ -698,6 +698,10 @@ def _check_abilities(request: GenerateRequest, description: ModelDescription, as
     if request.needs_tools and not description.tools:
         text = f"the model {description.model!r} takes no tools"
         raise ApiError(400, text, code="unsupported_value", param="tools" if request.tools else "messages")
+    if request.tools and request.sampling.structured_outputs is not None and not description.strict_tools:
+        text = f"the model {description.model!r} can't have tools and a form of the answer together: leave out one"
+        is_format = asked is not None and asked.response_format is not None
+        raise ApiError(400, text, code="unsupported_value", param="response_format" if is_format else "structured_outputs")
     if request.template_options and not description.template_options:
         text = f"the model {description.model!r} has no chat template whose variables could be set"
         name = "reasoning_effort" if "reasoning_effort" in request.template_options else "chat_template_kwargs"

@@ -20,6 +20,7 @@ __all__ = [
     "Form",
     "can_require_calls",
     "form_of",
+    "form_of_answer_or_calls",
     "form_of_calls",
     "form_of_strict_call",
     "opening_mark",
@@ -76,6 +77,36 @@ def form_of_calls(template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]
     return _form_of_calls({"opening": opening, "closing": closing}, f"start: call {more}\ncall: opening", parameters)
 
 
+def form_of_answer_or_calls(
+    template: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]],
+    structure: StructuredOutputsParams,
+    strict: Collection[str],
+    *,
+    parallel: bool,
+) -> Form:
+    """Returns the form of an answer that is JSON of a schema, unless it calls tools.
+
+    Args:
+        template, tools, parallel: as of :func:`form_of_calls`.
+        structure: what the answer must be if it calls none.
+        strict: as of :func:`form_of_strict_call`.
+
+    Raises:
+        ValueError: they are too many or too long; or the answer is to be something else than JSON.
+    """
+    kind, text = form_of(structure)
+    if kind != "json":
+        raise ValueError("an answer that may call tools has a form of JSON, or none")
+    answer = msgspec.json.decode(text)
+    if not isinstance(answer, dict):
+        raise ValueError("the form of the answer can't be compiled: a schema is a JSON object")
+    opening, closing = _marks_of(template)
+    more = f" (BREAK? call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
+    start = f"start: call{more} | answer\ncall: opening"
+    return _form_of_calls({"opening": opening, "closing": closing}, start, _parameters_of(tools, strict), answer)
+
+
 def form_of_strict_call(template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], strict: Collection[str]) -> Form:
     """Returns the form of a call behind its opening mark, its closing mark included.
 
@@ -87,17 +118,24 @@ def form_of_strict_call(template: Mapping[str, Any], tools: Sequence[Mapping[str
     Raises:
         ValueError: they are too many or too long.
     """
+    return _form_of_calls({"closing": _marks_of(template)[1]}, "start:", _parameters_of(tools, strict))
+
+
+def _parameters_of(tools: Sequence[Mapping[str, Any]], strict: Collection[str]) -> list[tuple[str, Mapping[str, Any] | None]]:
     functions = [tool["function"] for tool in tools]
-    parameters = [
-        (function["name"], function.get("parameters") if function["name"] in strict else None) for function in functions
-    ]
-    return _form_of_calls({"closing": _marks_of(template)[1]}, "start:", parameters)
+    return [(function["name"], function.get("parameters") if function["name"] in strict else None) for function in functions]
 
 
-def _form_of_calls(marks: Mapping[str, str], start: str, parameters: Sequence[tuple[str, Mapping[str, Any] | None]]) -> Form:
-    """Returns a form of calls: the marks in it, what stands before a call, and the schema of each function's arguments."""
+def _form_of_calls(
+    marks: Mapping[str, str],
+    start: str,
+    parameters: Sequence[tuple[str, Mapping[str, Any] | None]],
+    answer: Mapping[str, Any] | None = None,
+) -> Form:
+    """Returns a form of calls: the marks in it, what stands before a call, the schema of each function's arguments, and that of
+    an answer without calls, if there may be one."""
     schemas = [(name, dict(schema or {}) | {"type": "object"}) for name, schema in parameters]
-    return _checked(("calls", msgspec.json.encode([marks, start, schemas]).decode()))
+    return _checked(("calls", msgspec.json.encode([marks, start, schemas, answer]).decode()))
 
 
 def _call_of(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +155,9 @@ def schemas_of(form: Form) -> list[tuple[str, str]]:
     """Returns the schemas in a form, as JSON, and what each is called in an error."""
     kind, text = form
     if kind == "calls":
-        return [(f"the parameters of {name!r}", json.dumps(schema)) for name, schema in json.loads(text)[2]]
+        _, _, schemas, answer = json.loads(text)
+        answers = [] if answer is None else [("the schema", json.dumps(answer))]
+        return [*((f"the parameters of {name!r}", json.dumps(schema)) for name, schema in schemas), *answers]
     return [("the schema", text)] if kind == "json" else []
 
 
@@ -147,9 +187,11 @@ def write_grammar(form: Form, write_mark: Callable[[str], str]) -> str:
     elif kind == "choice":
         grammar = matcher.grammar_from_lark(text)
     else:
-        marks, start, schemas = json.loads(text)
+        marks, start, schemas, answer = json.loads(text)
         calls = " | ".join(f"%json {json.dumps(_call_of(name, schema))}" for name, schema in schemas)
         rules = [f"{start} BREAK? ({calls}) BREAK? closing", 'BREAK: "\\n"']
+        if answer is not None:
+            rules.append(f"answer: %json {json.dumps(answer | {'x-guidance': _JSON_OPTIONS})}")
         written = [f"{name}: {write_mark(mark)}" for name, mark in marks.items()]
         grammar = matcher.grammar_from_lark("\n".join(["%llguidance {}", *rules, *written]))
     return grammar

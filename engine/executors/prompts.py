@@ -32,7 +32,14 @@ import torch
 from shmring.core.loggers import logger_of
 from shmring.engine.executors.callers_texts import CallersTexts
 from shmring.engine.executors.checkpoint import Checkpoint
-from shmring.engine.executors.forms import Form, can_require_calls, form_of, form_of_calls, form_of_strict_call
+from shmring.engine.executors.forms import (
+    Form,
+    can_require_calls,
+    form_of,
+    form_of_answer_or_calls,
+    form_of_calls,
+    form_of_strict_call,
+)
 from shmring.engine.executors.processed import GivenFeatures, check_features, find_processor
 from shmring.engine.executors.tool_calls import ResponseReader, readers_of
 from shmring.engine.protocol import (
@@ -171,10 +178,11 @@ class PromptBuilder:
             prompt: its tokens, shape (tokens,).
         """
         readers = readers_of(request, self._texts.response_template, self._tokenizer, prompt.tolist())
-        if request.tool_choice == "required" and readers[0] is not None and readers[0].begins_within:
+        is_bound = request.tool_choice == "required" or request.sampling.structured_outputs is not None
+        if is_bound and readers[0] is not None and readers[0].begins_within:
             raise ValueError(
-                f"the model {self._name!r} begins its answer with reasoning, so a call can't be required; its chat template "
-                "may have a variable that turns reasoning off (chat_template_kwargs)"
+                f"the model {self._name!r} begins its answer with reasoning, so a call or a form can't be required; its chat "
+                "template may have a variable that turns reasoning off (chat_template_kwargs)"
             )
         return readers
 
@@ -185,9 +193,7 @@ class PromptBuilder:
             ValueError: there are two, or it has too much, or calls of this model can't be required.
         """
         structure = request.sampling.structured_outputs
-        if structure is not None:
-            if request.tools:
-                raise ValueError("an answer either has a form, or may call tools")
+        if structure is not None and not request.tools:
             return form_of(structure)
         if not request.tools:
             raise ValueError("a call is required, and there are no tools")
@@ -196,6 +202,9 @@ class PromptBuilder:
             raise ValueError(f"the model {self._name!r} can't be made to call a tool: its calls are no JSON between two marks")
         if request.tool_choice == "required":
             return form_of_calls(template, request.tools, parallel=request.parallel_tool_calls)
+        if structure is not None:
+            strict, parallel = request.strict_tools, request.parallel_tool_calls
+            return form_of_answer_or_calls(template, request.tools, structure, strict, parallel=parallel)
         return form_of_strict_call(template, request.tools, request.strict_tools)
 
     def tokenize(self, request: GenerateRequest) -> tuple[list[int], str]:

@@ -203,5 +203,6 @@ def readers_of(
     if not request.tools:
         return [None] * count
     before, parallel = tokenizer.decode(prompt), request.parallel_tool_calls
-    opening = opening_mark(template) if template is not None and request.strict_tools else ""
+    are_bound = bool(request.strict_tools) and request.sampling.structured_outputs is None  # otherwise all of the answer is
+    opening = opening_mark(template) if template is not None and are_bound else ""
     return [ResponseReader(template, before, request.tools, parallel=parallel, opening=opening) for _ in range(count)]

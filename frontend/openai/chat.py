@@ -204,10 +204,12 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
     messages, request.messages = request.messages, []
     in_engine, sources = engine_messages(messages)
     tools = choose_tools(request.tools or [], request.tool_choice, parallel=request.parallel_tool_calls is not False)
-    if tools["tools"] and sampling.structured_outputs is not None:
-        text = "tools and a form of the answer can't be asked for together: leave out one, or set tool_choice to none"
-        param = "structured_outputs" if request.structured_outputs is not None else "response_format"
-        raise ApiError(400, text, code="unsupported_value", param=param)
+    structure = sampling.structured_outputs
+    if tools["tool_choice"] == "required":
+        sampling.structured_outputs = None  # the answer is calls, and has nothing else
+    elif tools["tools"] and structure is not None and (structure.regex is not None or structure.choice):
+        text = "beside tools, the form of an answer is JSON: leave out one, or set tool_choice to none"
+        raise ApiError(400, text, code="unsupported_value", param="structured_outputs")
     options = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         options["reasoning_effort"] = request.reasoning_effort

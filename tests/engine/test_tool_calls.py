@@ -438,9 +438,30 @@ def test_a_call_can_not_be_required_without_tools_and_not_beside_a_form(executor
     with pytest.raises(ValueError, match="there are no tools"):
         answer(executor, required(1))
     request = conversation(tools=[STRICT])
-    request.sampling = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
-    with pytest.raises(ValueError, match="either has a form, or may call tools"):
+    request.sampling = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    with pytest.raises(ValueError, match="has a form of JSON, or none"):
         answer(executor, request)
+
+
+def test_an_answer_has_its_form_or_calls_tools(executor: TransformersExecutor) -> None:
+    schema = STRICT["function"]["parameters"]  # type: ignore[index]
+    bias = {executor._checkpoint.tokenizer.convert_tokens_to_ids("{"): 3.0}
+    kinds = set()
+    for seed in range(12):
+        request = conversation(tools=[STRICT], strict_tools=["weather"])
+        structure = StructuredOutputsParams(json=json.dumps(schema))
+        request.sampling = SamplingParams(
+            max_tokens=2000, temperature=1.3, seed=seed, structured_outputs=structure, logit_bias=bias
+        )
+        replies = answer(executor, request)
+        text = "".join(reply.text for reply in replies)
+        calls = [call for reply in replies for call in reply.tool_calls]
+        assert bool(text.strip()) != bool(calls)
+        assert replies[-1].finish_reason == ("tool_calls" if calls else "stop")
+        for arguments in [call.arguments for call in calls] or [text]:
+            jsonschema_rs.validate(schema, json.loads(arguments))
+        kinds.add(bool(calls))
+    assert kinds == {False, True}
 
 
 def chosen_before(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch, text: str) -> None:

@@ -87,6 +87,21 @@ async def test_strict_tools_are_kept_to_or_named(open_engine: Any, open_app: Ope
             assert requests.pop().strict_tools == (["f"] if can_keep else [])
 
 
+@pytest.mark.parametrize("can_keep", [True, False])
+async def test_a_form_beside_tools_needs_calls_that_can_be_kept_to(open_engine: Any, open_app: OpenApp, can_keep: bool) -> None:
+    description = msgspec.structs.replace(TALKING, strict_tools=can_keep, capabilities=["structured_outputs"])
+    http = await open_app(await open_engine(call, description))
+    response = await http.post("/v1/chat/completions", json=BODY | {"response_format": {"type": "json_object"}})
+    assert response.status_code == (200 if can_keep else 400)
+    if not can_keep:
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("unsupported_value", "response_format")
+    answer = {"model": "m", "input": "Hi", "tools": [{"type": "function", **TOOL["function"]}]}
+    response = await http.post("/v1/responses", json=answer | {"text": {"format": {"type": "json_object"}}})
+    assert response.status_code == (200 if can_keep else 400)
+    assert can_keep or response.json()["error"]["param"] == "text.format"
+
+
 @pytest.fixture
 async def without_tools(open_engine: Any, open_app: OpenApp) -> httpx.AsyncClient:
     description = msgspec.structs.replace(TALKING, tools=False, template_options=False)

@@ -139,7 +139,6 @@ def test_which_tools_may_or_must_be_called(choice: Any, names: str, required: st
         ({"tool_choice": {"type": "function", "function": {"name": "h"}}, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}, "tools": TOOLS}, "tool_choice.type"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
@@ -154,6 +153,13 @@ def test_a_call_that_is_required_is_strict_anyway() -> None:
     request, _ = engine_request(parse(tools=tools, tool_choice="required"))
     assert request.tools == [{"type": "function", "function": {"name": "f"}}]
     assert request.strict_tools == []
+
+
+def test_a_form_of_json_may_be_beside_tools_and_a_required_call_needs_none() -> None:
+    form = {"response_format": {"type": "json_object"}, "tools": TOOLS}
+    request, _ = engine_request(parse(**form))
+    assert (request.sampling.structured_outputs is not None, len(request.tools)) == (True, len(TOOLS))
+    assert engine_request(parse(**form, tool_choice="required"))[0].sampling.structured_outputs is None
 
 
 def test_tools_that_may_not_be_called_leave_room_for_a_form() -> None:
