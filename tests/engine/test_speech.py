@@ -292,6 +292,15 @@ def test_what_was_said_before_stands_before_the_first_window(executor: SpeechExe
     assert text.endswith("boat is red.<|startoftranscript|><|en|><|transcribe|>")
     assert window.begin == len(window.tokens) == 32 + 3
     assert hear(executor, ask(language="en", prompt="<|endoftext|>")) != []
+    begins = []
+    executor.execute([StepInput(4, ask(65.0, language="en", prompt="The boat is red."))])
+    transcript = executor._transcripts[4]
+    while 4 in executor._transcripts:
+        if transcript.window is not None and transcript.window.start_s not in [start for start, _ in begins]:
+            begins.append((transcript.window.start_s, transcript.window.begin))
+        executor.execute([StepInput(4, None)])
+    assert len(begins) > 1
+    assert [begin for _, begin in begins[1:]] == [3] * (len(begins) - 1)
 
 
 @for_each(

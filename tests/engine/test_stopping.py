@@ -73,6 +73,11 @@ def test_a_beginning_at_the_end_of_the_answer_is_let_go() -> None:
     assert read(["END"], ["the EN"]) == (["the ", "EN"], None)
 
 
+def test_of_two_stop_texts_the_first_that_is_complete_is_told() -> None:
+    assert read(["c", "ab"], ["xabc"]) == (["x"], "ab")
+    assert read(["abc", "b"], ["abc"]) == (["a"], "b")
+
+
 @for_each("stops", [[""], ["ok", ""], ["x" * 1025], ["a"] * 17], ids=["empty", "one-empty", "long", "many"])
 def test_stop_texts_that_can_not_be_looked_for_are_refused(stops: list[str]) -> None:
     with pytest.raises(ValueError, match="stop text"):

@@ -293,6 +293,14 @@ async def test_blocks_become_messages(open_engine: Any, open_app: OpenApp, encod
     assert (request.parallel_tool_calls, request.priority, request.stream) == (False, 3, False)
 
 
+async def test_blocks_keep_their_order_around_what_tools_returned(open_engine: Any, open_app: OpenApp) -> None:
+    http, requests = await note_requests(open_engine, open_app)
+    blocks = [{"type": "text", "text": "a"}, RESULT, {"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    assert (await http.post("/v1/messages", json=BODY | of_user(*blocks))).status_code == 200
+    said = [(message.role, [part.text for part in message.parts]) for message in requests[0].messages]  # type: ignore[union-attr]
+    assert said == [("user", ["a"]), ("tool", ["x"]), ("user", ["b", "c"])]
+
+
 async def test_forms_and_required_calls_are_those_of_chats(open_engine: Any, open_app: OpenApp) -> None:
     http, requests = await note_requests(
         open_engine, open_app, msgspec.structs.replace(TALKING, capabilities=list(CAPABILITIES))
@@ -341,6 +349,21 @@ async def test_tokens_are_counted_with_pictures(open_engine: Any, open_app: Open
     [request] = requests
     assert (request.tokenize, len(request.media), len(request.tools), len(request.messages)) == (True, 1, 1, 2)
     assert response.headers["x-shmring-slab-bytes"] == str(PIXELS.nbytes)
+
+
+async def test_tokens_are_counted_whatever_the_answer_is_to_be(open_engine: Any, open_app: OpenApp) -> None:
+    """A form that was prepared for it would be in vain."""
+    description = msgspec.structs.replace(TALKING, capabilities=list(CAPABILITIES), strict_tools=True)
+    http, requests = await note_requests(open_engine, open_app, description)
+    for fields in (
+        {"tools": [TOOL | {"strict": True}]},
+        {"tools": [TOOL], "tool_choice": {"type": "any"}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+    ):
+        response = await http.post("/v1/messages/count_tokens", json={"model": "m", "messages": [USER]} | fields)
+        assert response.status_code == 200, response.text
+    assert [request.needs_form for request in requests] == [False] * 3
+    assert [len(request.tools) for request in requests] == [1, 1, 0]
 
 
 async def test_a_model_that_counts_no_tokens_says_so(open_core: Any, open_app: OpenApp) -> None:
