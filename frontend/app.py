@@ -354,12 +354,12 @@ class _Routes:
         return await self._write(translation, writer, scope, notes, functools.partial(_failed_response, writer), keep)
 
     async def answer_messages(self, http_request: Request) -> Response:
-        check_version(http_request.headers.get("anthropic-version"))
+        _begin_in_form_of_anthropic(http_request)
         request, notes = await self._read(MESSAGES_PARSER, http_request)
         return await self._write(TranslatedMessages(request), MessagesWriter(request), http_request.scope, notes)
 
     async def count_tokens(self, http_request: Request) -> Response:
-        check_version(http_request.headers.get("anthropic-version"))
+        _begin_in_form_of_anthropic(http_request)
         request, notes = await self._read(COUNT_TOKENS_PARSER, http_request)
         translation, scope = TranslatedMessages(request), http_request.scope
         with _placed(translation):
@@ -504,6 +504,13 @@ def _ignoring(names: Sequence[str]) -> dict[str, str]:
     text = ", ".join(names)
     logger.warning("parts of a request that have no meaning here were ignored: %s", text)
     return {"x-shmring-ignored-fields": text}
+
+
+def _begin_in_form_of_anthropic(http_request: Request) -> None:
+    """Has the answer name the request where Anthropic's clients look for it; refuses versions that have other answers."""
+    state = http_request.scope["state"]
+    state["headers"] = (state.get("headers") or {}) | {"request-id": request_id_of(http_request.scope)}
+    check_version(http_request.headers.get("anthropic-version"))
 
 
 def _failed_response(writer: ResponsesWriter, error: ApiError) -> bytes:

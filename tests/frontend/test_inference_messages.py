@@ -143,7 +143,8 @@ async def test_an_answer_comes_whole(open_engine: Any, open_app: OpenApp) -> Non
         "stop_sequence": None,
         "usage": {"input_tokens": 5, "output_tokens": 2, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0},
     }
-    assert {"x-shmring-slab-bytes", "x-shmring-copies", "x-request-id"} <= set(response.headers)
+    assert {"x-shmring-slab-bytes", "x-shmring-copies"} <= set(response.headers)
+    assert response.headers["request-id"] == response.headers["x-request-id"]
 
 
 async def test_a_stream_has_the_events_of_the_api(open_engine: Any, open_app: OpenApp) -> None:
@@ -572,6 +573,7 @@ async def test_the_client_converses_with_tools_and_pictures(open_engine: Any, op
         with anthropic.Anthropic(base_url=url, api_key="a-key", max_retries=0) as client:
             answer = client.messages.create(messages=[question], **asked)
             again = client.messages.create(messages=returned(answer, "rain"), **asked)
+            assert None not in {answer._request_id, again._request_id}
             assert (again.content[0].text, again.stop_reason, again.usage.output_tokens) == ("It is rain.", "end_turn", 2)
             with client.messages.stream(messages=[question], **asked) as stream:
                 streamed = stream.get_final_message()
@@ -579,8 +581,9 @@ async def test_the_client_converses_with_tools_and_pictures(open_engine: Any, op
                 assert "".join(stream.text_stream) == "It is sun."
             counted = client.messages.count_tokens(messages=[question], model="m", tools=[TOOL])
             assert counted.input_tokens == 12
-            with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+            with pytest.raises(anthropic.NotFoundError, match="does not exist") as raised:
                 client.messages.create(messages=[question], **asked | {"model": "other"})
+            assert raised.value.request_id is not None
 
     await asyncio.to_thread(converse)
     async with anthropic.AsyncAnthropic(base_url=url, auth_token="a-key", api_key=None, max_retries=0) as client:
