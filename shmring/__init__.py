@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from shmring.statistics import ClientStatistics, RingStatistics, WorkerStatistics
     from shmring.worker.worker import Message, Worker, join
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "serve",

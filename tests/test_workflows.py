@@ -12,6 +12,8 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 from jsonschema import validate
 from ruamel.yaml import YAML
 
+import shmring
+
 ROOT = Path(__file__).resolve().parents[1]
 GITHUB = ROOT / ".github"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -97,3 +99,14 @@ def test_security_md_names_sections_that_are_there() -> None:
     for page, heading in re.findall(r"\]\((docs/\w+\.md)#([\w-]+)\)", (ROOT / "SECURITY.md").read_text()):
         headings = re.findall(r"^#+ (.*)", (ROOT / page).read_text(), re.MULTILINE)
         assert heading in {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}, (page, heading)
+
+
+def test_the_version_is_said_in_one_way() -> None:
+    """As the job that makes a release looks for it, and as the manifests name the images."""
+    version = shmring.__version__
+    assert f'__version__ = "{version}"' in (ROOT / "shmring" / "__init__.py").read_text().splitlines()
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text().splitlines()
+    images = {
+        tag for path in (ROOT / "deploy").rglob("*.yaml") for tag in re.findall(r"image: shmring[\w-]*:(\S+)", path.read_text())
+    }
+    assert images == {version}
