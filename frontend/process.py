@@ -7,7 +7,6 @@ imports.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -31,6 +30,7 @@ from shmring.frontend.number_files import DIRECTORY_VARIABLE
 from shmring.frontend.response_memory import ResponseMemory
 from shmring.frontend.server import Server
 from shmring.frontend.settings import ProcessSettings, frontend_name
+from shmring.transport.waiting import stop_saying
 
 __all__ = ["run"]
 
@@ -74,7 +74,7 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
     config = shmring.ClientConfig(socket_dir=settings.socket_dir, connect_timeout_s=settings.connect_timeout_s)
     names = engine_names(settings.name, settings.data_parallel_size)
     if link is not None:
-        logging.getLogger("shmring.waiting").setLevel(logging.ERROR)  # the supervisor says for whom the start waits
+        stop_saying()
     async with (
         link.held(_orphaned) if link is not None else contextlib.nullcontext(),
         await EngineClient.connect(

@@ -61,7 +61,7 @@ async def test_reading_a_body_takes_little_at_a_time(name: str) -> None:
     turns = Turns()
     with contextlib.suppress(ApiError):
         read = await reader.read(receive, BodyShare(reader.memory), len(body))
-        EMBEDDING_PARSER.parse(read.json)
+        EMBEDDING_PARSER.parse(read.content)
     await asyncio.sleep(0)
     assert turns.most_s < _MOST_S
 

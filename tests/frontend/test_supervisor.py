@@ -657,7 +657,7 @@ async def test_settings_come_through_the_socket_and_not_where_others_can_read_th
     await eventually(lambda: server._ready[0].is_set() and server._engines[0].ready.is_set(), 30)
     orders = msgspec.json.decode(paths[1].read_bytes(), type=Orders[ProcessSettings])
     assert orders.heartbeat_s == 0.5
-    assert dataclasses.replace(orders.settings, listen_fd=None, index=None) == settings
+    assert dataclasses.replace(orders.settings, listen_fd=None, responses_fd=None, index=None) == settings
     assert os.path.samestat(
         os.stat(f"/proc/{server._frontends[0].pid}/fd/{orders.settings.listen_fd}"), os.fstat(server._listening.fileno())
     )

@@ -860,7 +860,12 @@ _PICTURE_LIMITS = PictureLimits()
 
 def media_headers(data: bytes) -> None:
     """What is looked at before a decoder is: accepted, or a message; never more memory than the file has bytes."""
-    for look in (wav_sizes, demuxer_of, check_tables, lambda file: probe(file, _PICTURE_LIMITS)):
+    for look in (
+        lambda file: wav_sizes(memoryview(file), len(file)),
+        demuxer_of,
+        check_tables,
+        lambda file: probe(file, _PICTURE_LIMITS),
+    ):
         with contextlib.suppress(MediaError):
             look(data)
 

@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import contextvars
-import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from shmring.integrations.sglang.contract import CHECKS, MODULES, find_hooks
 from shmring.integrations.sglang.ends import Ends
 from shmring.integrations.sglang.pointer import replacement
 from shmring.integrations.sglang.settings import PREFIX, Settings
+from shmring.transport.waiting import stop_saying
 
 if TYPE_CHECKING:
     from shmring.integrations.sglang.tokenizer import Sender
@@ -57,7 +57,7 @@ def switch_on() -> None:
     hooks = find_hooks()
     if hasattr(hooks.features.ShmPointerMMData, "_named"):
         return  # replaced already
-    logging.getLogger("shmring.waiting").setLevel(logging.ERROR)  # ranks wait for each other, as ever
+    stop_saying()  # ranks wait for each other, as ever
     ends = Ends(settings)
     servers = _Servers(ends, hooks.context)
     register, types = hooks.registry.HookRegistry.register, hooks.registry.HookType
