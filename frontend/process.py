@@ -17,6 +17,7 @@ import torch
 import uvloop
 
 import shmring
+from shmring.core.loggers import logger_of
 from shmring.engine.client import EngineClient
 from shmring.engine.logs import ending, finish_logging
 from shmring.engine.settings import engine_names
@@ -30,7 +31,6 @@ from shmring.frontend.number_files import DIRECTORY_VARIABLE
 from shmring.frontend.response_memory import ResponseMemory
 from shmring.frontend.server import Server
 from shmring.frontend.settings import ProcessSettings, frontend_name
-from shmring.transport.waiting import stop_saying
 
 __all__ = ["run"]
 
@@ -74,7 +74,7 @@ async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None
     config = shmring.ClientConfig(socket_dir=settings.socket_dir, connect_timeout_s=settings.connect_timeout_s)
     names = engine_names(settings.name, settings.data_parallel_size)
     if link is not None:
-        stop_saying()
+        logger_of("shmring.waiting").setLevel("ERROR")  # the supervisor says for whom the start waits
     async with (
         link.held(_orphaned) if link is not None else contextlib.nullcontext(),
         await EngineClient.connect(

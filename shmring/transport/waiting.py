@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -16,20 +15,14 @@ from typing import TypeVar
 from shmring.core.loggers import logger_of
 from shmring.errors import EngineDeadError
 
-__all__ = ["reach_in_time", "saying_for_whom", "stop_saying", "waited"]
+__all__ = ["reach_in_time", "saying_for_whom", "waited"]
 
-_LOGGER = "shmring.waiting"
-logger = logger_of(_LOGGER)
+logger = logger_of("shmring.waiting")  # of its own: a server that says itself for whom it waits turns it off
 
 _SAID_AFTER_S = 2.0  # an engine that has loaded torch and fills its slab is there by then
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1  # between two attempts; doubled each time
 
 _Reached = TypeVar("_Reached")
-
-
-def stop_saying() -> None:
-    """Has the log not say for whom this process waits: a server of several processes says so itself."""
-    logging.getLogger(_LOGGER).setLevel(logging.ERROR)
 
 
 def waited(timeout_s: float) -> str:

@@ -26,7 +26,6 @@ from shmring.integrations.sglang.contract import CHECKS, MODULES, find_hooks
 from shmring.integrations.sglang.ends import Ends
 from shmring.integrations.sglang.pointer import replacement
 from shmring.integrations.sglang.settings import PREFIX, Settings
-from shmring.transport.waiting import stop_saying
 
 if TYPE_CHECKING:
     from shmring.integrations.sglang.tokenizer import Sender
@@ -57,7 +56,7 @@ def switch_on() -> None:
     hooks = find_hooks()
     if hasattr(hooks.features.ShmPointerMMData, "_named"):
         return  # replaced already
-    stop_saying()  # ranks wait for each other, as ever
+    logger_of("shmring.waiting").setLevel("ERROR")  # ranks wait for each other, as ever
     ends = Ends(settings)
     servers = _Servers(ends, hooks.context)
     register, types = hooks.registry.HookRegistry.register, hooks.registry.HookType

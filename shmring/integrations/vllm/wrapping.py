@@ -34,7 +34,6 @@ from shmring.integrations.promises import broken, not_compiled, stay_off
 from shmring.integrations.vllm.contract import CHECKS, GPU_CHECKS, Hooks, find_gpu_hooks, find_hooks
 from shmring.integrations.vllm.engine_ring import NOT_SET, EngineRing
 from shmring.integrations.vllm.settings import PREFIX, Settings
-from shmring.transport.waiting import stop_saying
 
 __all__ = ["switch_on"]
 
@@ -55,7 +54,7 @@ def switch_on() -> None:
         if is_first:  # of all processes of a server
             stay_off(logger, "vLLM", reason)
         return
-    stop_saying()  # ranks wait for each other, as ever
+    logger_of("shmring.waiting").setLevel("ERROR")  # ranks wait for each other, as ever
     hooks = find_hooks()
     if not hasattr(hooks.cores.EngineCoreProc, "shmring_drop"):
         engine_ring = EngineRing(settings)
