@@ -420,9 +420,10 @@ def _schema(name: str) -> dict[str, Any]:
 
 
 def _stream(event: str, description: str) -> dict[str, Any]:
-    # Only OpenAPI 3.2 can describe events (itemSchema), and tools do not know it yet.
+    # Only OpenAPI 3.2 can describe events (itemSchema). Tools that do not know it take the schema for that of all bytes, or for
+    # that of each event as an object: so it has no type.
     return {
-        "schema": {"type": "string", "description": description},
+        "schema": {"description": description},
         "x-itemSchema": {"$ref": f"#/components/schemas/{event}"},
     }
 
