@@ -206,8 +206,12 @@ def test_submissions(caller: Any, engine: Any) -> None:
 def test_names_and_keys_of_requests_are_checked(caller: Any) -> None:
     for wrong, kind in (({"key": 5}, TypeError), ({"engine": "other"}, ValueError), ({"request_id": "x" * 10_000}, ValueError)):
         assert type(ray.get(caller.request.remote({"do": "echo"}, **wrong))) is kind
-    for wrong in ({"retry": -1}, {"retry": True}, {"retry": 1, "engine": "vision"}):
-        assert type(ray.get(caller.request.remote({"do": "echo"}, **wrong))) is ValueError
+    for wrong, kind in (
+        ({"retry": -1}, ValueError),
+        ({"retry": True}, TypeError),
+        ({"retry": 1, "engine": "vision"}, ValueError),
+    ):
+        assert type(ray.get(caller.request.remote({"do": "echo"}, **wrong))) is kind
     assert ray.get(caller.request.remote({"do": "echo"}, key="a", engine="vision")) == {"do": "echo"}
 
 

@@ -37,7 +37,7 @@ def pid_of(engine: Any) -> int:
 
     from shmring.integrations.ray.directory import Where
 
-    return msgspec.msgpack.decode(ray.get(engine.where.remote()), type=Where).pid
+    return msgspec.msgpack.decode(ray.get(engine.where.remote()), type=Where).process.pid
 
 
 def running(engine: Any) -> int:
