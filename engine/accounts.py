@@ -22,14 +22,16 @@ import dataclasses
 import heapq
 from collections import Counter
 
-__all__ = ["Accounts", "Caller"]
+__all__ = ["NOW_S", "Accounts", "Caller"]
 
 #: Seconds of steps that a newcomer may use before the others: it is answered at once, beside whoever was there before.
 _CREDIT_S = 0.1
 
 _MAX_DEBTORS = 1024  # owners without requests: callers may come from any number of addresses
 
-_NOW_S, _MINUTE_S = 10.0, 60.0  # that people are told of; the first is "now" for :mod:`.spending`, too
+#: The last seconds that are "now" for people.
+NOW_S = 10
+_MINUTE_S = 60
 _TOLD, _MAX_TOLD = 10, 4096  # owners that are told of, and among which they are found
 
 
@@ -55,7 +57,7 @@ class Caller:
 class _Recent:
     """What owners used in the last seconds, about: of two fixed windows, all of this one and a share of the one before."""
 
-    def __init__(self, window_s: float) -> None:
+    def __init__(self, window_s: int) -> None:
         self._window_s = window_s
         self._window = 0
         self._used: dict[str, float] = {}
@@ -86,7 +88,7 @@ class Accounts:
     def __init__(self) -> None:
         self._used: dict[str, float] = {}
         self._requests: Counter[str] = Counter()  # by owner, those that wait or run
-        self._now, self._minute = _Recent(_NOW_S), _Recent(_MINUTE_S)  # for people
+        self._now, self._minute = _Recent(NOW_S), _Recent(_MINUTE_S)  # for people
 
     def __len__(self) -> int:
         """How many owners have requests."""

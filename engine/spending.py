@@ -10,11 +10,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shmring.engine.accounts import Caller
+from shmring.engine.accounts import NOW_S, Caller
 
 __all__ = ["Spending", "whose"]
 
-_OVER_S = 10  # at most: this second and those before it that are "now"
 _STEPS = "steps"
 _SEEN = 0.0005  # of the time, from which a part is told of
 _MOSTLY = 0.5  # of the time: below it, it is not steps that make callers wait
@@ -50,7 +49,7 @@ class Spending:
         self._began = now
         self._noted: dict[str, float] = {}
         # For each of the last seconds in which something was noted: what had been spent before.
-        self._before: deque[tuple[int, dict[str, float]]] = deque(maxlen=_OVER_S)
+        self._before: deque[tuple[int, dict[str, float]]] = deque(maxlen=NOW_S)
 
     def note(self, now: float, steps: float, parts: Mapping[str, float]) -> None:
         """Notes what was spent so far.
@@ -72,7 +71,7 @@ class Spending:
             now: the time, in seconds.
             steps_s: how long the last steps took.
         """
-        first = int(now) - _OVER_S + 1
+        first = int(now) - NOW_S + 1
         before = next((noted for second, noted in self._before if second >= first), self._noted)
         spent = {part: seconds - before.get(part, 0.0) for part, seconds in self._noted.items()}
         steps = spent.pop(_STEPS, 0.0)
@@ -109,9 +108,8 @@ def _cause(over_s: float, steps: float, greatest: _Share, steps_s: Sequence[floa
     long = f"half of the last steps took {1e3 * steps_s[len(steps_s) // 2]:.0f} ms or more"
     if steps < _MOSTLY:
         return " ".join([f"Steps ran {steps:.0%} of the time, so the engine has room; {long}.", *beside])
-    most = (
-        f"The greatest part is {greatest.what} ({greatest.share:.0%} of the time){f': {greatest.why}' if greatest.why else ''}."
-    )
+    why = f": {greatest.why}" if greatest.why else ""
+    most = f"The greatest part is {greatest.what} ({greatest.share:.0%} of the time){why}."
     parts = [*beside, most] if greatest.what == _PARTS["answers"][0] else [most, *beside]
     return " ".join([f"Steps ran {steps:.0%} of the time, and {long}.", *parts])
 

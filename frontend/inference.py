@@ -140,7 +140,7 @@ class Answer:
         self._last_at: dict[int, float] = {}
         self._statistics = statistics
         self.facts = facts
-        self._count(first, 0 if first.first_at else len(first.token_ids))
+        self._count(first, len(first.token_ids))
         statistics.first_token.add(self._first_at - arrived_at)
         note("gen_ai.latency.time_to_first_token", self._first_at - arrived_at)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anthropic
@@ -32,6 +32,7 @@ from shmring.engine.protocol import (
     TextPart,
     ToolCall,
 )
+from tests.frontend.talking import in_pieces, named_events, say, think_and_call
 from tests.tables import for_each
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
@@ -47,33 +48,14 @@ BODY = {"model": "m", "max_tokens": 9, "messages": [USER]}
 _EVENT = TypeAdapter[Any](RawMessageStreamEvent)
 
 
-async def say(claim: shmring.Claim) -> None:
-    await claim.reply(GenerateReply("Hel", [1], 5, 1))
-    await claim.reply(GenerateReply("lo.", [2], 5, 2, "stop"))
-
-
-async def think_and_call(claim: shmring.Claim) -> None:
-    await claim.reply(GenerateReply("", [1], 5, 1, reasoning="Hm"))
-    await claim.reply(GenerateReply("Let ", [2], 5, 2, reasoning="m."))
-    await claim.reply(GenerateReply("me.", [3], 5, 3))
-    calls = [ToolCall("f", '{"x":1}'), ToolCall("g", "{}", index=1)]
-    await claim.reply(GenerateReply("", [4], 5, 4, "tool_calls", calls))
-
-
 def events_of(text: str) -> list[Any]:
     """The events of a stream; each is what Anthropic's client expects, and its line says its type."""
-    *parts, rest = text.split("\n\n")
-    assert rest == ""
-    events = []
-    for part in parts:
-        name, data = part.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    events = named_events(text)
+    for event in events:
         if event["type"] == "error":
             ErrorResponse.model_validate(event)
         elif event["type"] != "ping":
             _EVENT.validate_python(event, strict=True)
-        events.append(event)
     return events
 
 
@@ -433,13 +415,6 @@ async def test_what_is_wrong_is_named_as_the_caller_wrote_it(
         error = response.json()["error"]
         assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
     assert requests == []
-
-
-async def in_pieces(body: Any) -> AsyncIterator[bytes]:
-    """As a server hands them out."""
-    encoded = json.dumps(body).encode()
-    for start in range(0, len(encoded), 64 << 10):
-        yield encoded[start : start + (64 << 10)]
 
 
 @pytest.mark.parametrize(

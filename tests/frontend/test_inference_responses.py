@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -32,8 +32,8 @@ from shmring.engine.protocol import (
     PictureSpec,
     StructuredOutputsParams,
     TextPart,
-    ToolCall,
 )
+from tests.frontend.talking import in_pieces, named_events, say, think_and_call
 from tests.tables import for_each
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
@@ -46,30 +46,11 @@ BODY = {"model": "m", "input": "Hi"}
 _EVENT = TypeAdapter[Any](ResponseStreamEvent)
 
 
-async def say(claim: shmring.Claim) -> None:
-    await claim.reply(GenerateReply("Hel", [1], 5, 1))
-    await claim.reply(GenerateReply("lo.", [2], 5, 2, "stop"))
-
-
-async def think_and_call(claim: shmring.Claim) -> None:
-    await claim.reply(GenerateReply("", [1], 5, 1, reasoning="Hm"))
-    await claim.reply(GenerateReply("Let ", [2], 5, 2, reasoning="m."))
-    await claim.reply(GenerateReply("me.", [3], 5, 3))
-    calls = [ToolCall("f", '{"x":1}'), ToolCall("g", "{}", index=1)]
-    await claim.reply(GenerateReply("", [4], 5, 4, "tool_calls", calls))
-
-
 def events_of(text: str) -> list[Any]:
     """The events of a stream; each is what OpenAI's client expects, and its line says its type."""
-    *parts, rest = text.split("\n\n")
-    assert rest == ""
-    events = []
-    for part in parts:
-        name, data = part.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
+    events = named_events(text)
+    for event in events:
         _EVENT.validate_python(event)
-        events.append(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 
@@ -373,13 +354,6 @@ async def test_what_is_wrong_is_named_as_the_caller_wrote_it(
         assert (response.status_code, error["param"]) == (400, param), error
         assert "messages[" not in error["message"]
     assert requests == []
-
-
-async def in_pieces(body: Any) -> AsyncIterator[bytes]:
-    """As a server hands them out."""
-    encoded = json.dumps(body).encode()
-    for start in range(0, len(encoded), 64 << 10):
-        yield encoded[start : start + (64 << 10)]
 
 
 LONG = "A" * (3 << 20)  # it could be a file in base64, so it is cut out of the body
