@@ -123,11 +123,12 @@ def nodes() -> Iterator[Nodes]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and not only waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
+    """Whether a process is there, and not only waited for. Its first thread can be gone while others still hold its sockets."""
+    states = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            states.append((thread / "stat").read_text().rpartition(")")[2].split()[0])
+    return any(state not in "ZX" for state in states)
 
 
 @pytest.fixture(autouse=True, scope="session")
