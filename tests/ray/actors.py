@@ -27,6 +27,10 @@ async def handler(claim: shmring.Claim[Any]) -> None:
         case "sleep":
             await asyncio.sleep(payload["s"])
             await claim.done("slept")
+        case "wait for a file":
+            while not os.path.exists(payload["path"]):
+                await asyncio.sleep(0.01)
+            await claim.done("it is there")
         case "fail":
             raise ValueError("too dark")
         case "time_out":

@@ -124,11 +124,14 @@ def nodes() -> Iterator[Nodes]:
 
 def is_running(pid: int) -> bool:
     """Whether a process is there, and not only waited for. Its first thread can be gone while others still hold its sockets."""
-    states = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            states.append((thread / "stat").read_text().rpartition(")")[2].split()[0])
-    return any(state not in "ZX" for state in states)
+    return any(_state(thread) not in "ZX" for thread in Path("/proc", str(pid), "task").glob("*/stat"))
+
+
+def _state(thread: Path) -> str:
+    try:
+        return thread.read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 @pytest.fixture(autouse=True, scope="session")
