@@ -7,6 +7,7 @@ the ring that was meant: a name may be another server's by then.
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING
 
 from shmring.client.pauses import FIRST_S, LONGEST_S
@@ -48,10 +49,12 @@ class Reach:
 
     Attributes:
         reason: why tensors go inline while the ring is not reached.
+        tried: set when the first attempt has ended, whichever way.
     """
 
     def __init__(self, whose: str, logger: Logger) -> None:
         self.reason: Reason = "connecting"
+        self.tried = threading.Event()
         self._whose = whose
         self._logger = logger
         self._is_inline = False
@@ -64,6 +67,7 @@ class Reach:
             Seconds until the next attempt. Each pause is longer than the one before, up to a second.
         """
         self.reason = "engine"
+        self.tried.set()
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_S)
         was_inline, self._is_inline = self._is_inline, True
         if not was_inline:
@@ -73,6 +77,7 @@ class Reach:
     def reached(self) -> None:
         """It is reached: should it be lost, the log says so again."""
         self.reason = "engine"
+        self.tried.set()
         self._pause_s = FIRST_S
         self._is_inline = False
 

@@ -220,8 +220,8 @@ FAULTS = (
         ),
         (
             "an engine that does not answer counts as connecting for ever",
-            '        self.reason = "engine"\n        pause_s',
-            "        pause_s",
+            '        self.reason = "engine"\n        self.tried.set()\n        pause_s',
+            "        self.tried.set()\n        pause_s",
             "tests/vllm/test_reaching.py::test_an_engine_core_that_does_not_say_how_it_is_is_asked_again",
         ),
         (

@@ -221,7 +221,6 @@ class ThreadLink:
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._lock = threading.Lock()  # of the client, for who connects and who closes
-        self._tried = threading.Event()
 
     def keep_trying(self) -> None:
         """Goes on trying to connect, on a thread, unless it is connected. Twice is once; for each request, in vLLM's thread."""
@@ -230,7 +229,6 @@ class ThreadLink:
         try:
             question = self._ask()
         except Exception as error:  # noqa: BLE001 - vLLM's client has ended, and raises the same for the request itself
-            self._tried.set()
             self._reach.failed(error)
             return
         self._thread = threading.Thread(target=self._try, args=(question,), daemon=True, name="shmring connecting")
@@ -238,7 +236,7 @@ class ThreadLink:
 
     def wait_tried(self) -> None:
         """Waits until it is connected, or an attempt has failed; not for an engine core that does not answer."""
-        self._tried.wait(_ANSWER_S)
+        self._reach.tried.wait(_ANSWER_S)
 
     def _try(self, question: Future[Any]) -> None:
         lost, self._client = self._client, None
@@ -250,11 +248,9 @@ class ThreadLink:
                 where = self._answer(question)
                 self._connect(where)
             except Exception as error:  # noqa: BLE001 - as in AsyncLink
-                self._tried.set()
                 pause_s = self._reach.failed(error)
             else:
                 self._reach.reached()
-                self._tried.set()
                 _say_what_is_on(self, self._settings)
                 return
             if self._closing.wait(pause_s) or (question.done() and not _has_ring(question)):
