@@ -2,6 +2,7 @@
 #   make demo     tensors from a process to another, beside a socket; then the sample media through a server, with tables of what happened
 #   make test     style, types, tests, and a check that nothing is left behind
 #   make bench-quick  transports side by side in about five minutes; what misses a target is measured again before this fails
+#   make bench-all what a release claims, measured again and stored, and docs/benchmarks.md from it; an hour and a half on an idle machine
 #   make test-all what make test leaves out: coverage of the core, a minute of chaos, tests that start servers and benchmarks, and more
 #                 random examples of each property; SEED=2 for others
 #   make test-pythons the fast tests with each Python from 3.11 to 3.14 that is at hand, each in an environment of its own
@@ -44,7 +45,7 @@ COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shm
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-pythons test-gpu gpu-hour test-vllm test-sglang test-ray test-clients demo-vllm lint types unit chaos night soak simulate bench-quick verify sanitize guards mutants \
+.PHONY: demo test test-all test-pythons test-gpu gpu-hour test-vllm test-sglang test-ray test-clients demo-vllm lint types unit chaos night soak simulate bench-quick bench-all verify sanitize guards mutants \
 	fuzz wheel docs format clean install
 
 demo: $(RUNNABLE)
@@ -87,9 +88,9 @@ simulate: $(INSTALLED)
 	$(BIN)/python -m tests.simulation $(if $(EXHAUSTIVE),--exhaustive,--steps $(or $(STEPS),1000000) --seed $(SEED))
 	$(BIN)/python -m tests.suspensions
 
-bench-quick: $(INSTALLED)
+bench-quick bench-all: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
-	$(BIN)/python -m bench quick
+	$(BIN)/python -m bench $(@:bench-%=%)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu tests/gpu tests/bench/test_gpu.py

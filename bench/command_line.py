@@ -20,7 +20,7 @@ from rich.table import Table as RichTable
 
 from bench.children import BenchError, on_uvloop
 from bench.machine import ROOT, Machine
-from bench.modes import MODES
+from bench.repetitions import Timing
 from bench.results import Coverage, Findings, Table, Verdict, format_nbytes, write_json
 from shmring.door import parse_nbytes
 
@@ -107,13 +107,12 @@ def versions(environment: Path, *packages: str) -> str:
     return subprocess.check_output([environment / "bin" / "python", "-c", program], text=True).strip()
 
 
-def benchmark(mode: str) -> Callable[[_Measure], click.Command]:
+def benchmark(mode: str, default: Timing | None = None) -> Callable[[_Measure], click.Command]:
     """Makes a command of a function that measures: what it returns is stored, printed and judged.
 
-    It has the function's options, and those of all commands, from which and the table of modes ``timing`` follows. SIGTERM ends
-    it in order, with all processes of the run.
+    It has the function's options, and those of all commands, from which ``timing`` follows if it has a default. SIGTERM ends it
+    in order, with all processes of the run.
     """
-    default = MODES[mode].timing
     own: list[click.Parameter] = [click.Option(["--json", "json_path"], type=FILE, help="Also write to this file.")]
     if default is not None and default.timed_s:
         text = f"Timed in each repetition.  [default: {default.timed_s:g}]"
@@ -126,7 +125,7 @@ def benchmark(mode: str) -> Callable[[_Measure], click.Command]:
         @functools.wraps(measure)
         def run(json_path: Path | None, repetitions: int | None = None, seconds: float | None = None, **options: Any) -> None:
             if default is not None:
-                options["timing"] = MODES[mode].timed(repetitions, seconds)
+                options["timing"] = default.asked(repetitions, seconds)
             # Of before the run: what it writes over may be a file of the checkout, which would differ from its commit then.
             told: dict[str, Any] = {"machine": Machine.here(), "command": typed()}
             signal.signal(signal.SIGTERM, terminated)

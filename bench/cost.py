@@ -7,31 +7,27 @@ and of each message only its number is looked at, since the stamps and checks of
 message does. That content arrives as it was sent is checked there.
 
 CPU is that of all threads of the process, user and system time, over the messages of the timed phase, which begins and ends
-with nothing in flight. A case has a fresh ring in each repetition. What a GPU costs the host is in :mod:`bench.gpu.made_up`.
+with nothing in flight. A case has a fresh ring in each repetition.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import click
 import torch
 
 import shmring
 from bench import columns
 from bench.children import BenchError, on_uvloop, settle
-from bench.columns import Column, compare
+from bench.columns import compare
 from bench.command_line import benchmark
-from bench.gpu import made_up
-from bench.modes import Timing
 from bench.peers.shmring_ring import RING
-from bench.repetitions import Repetitions
+from bench.repetitions import Repetitions, Timing
 from bench.results import Findings, format_nbytes
 from bench.targets import Target, medians
 
@@ -96,58 +92,49 @@ async def both_ends(nbytes: int, in_place: bool, timing: Timing) -> float:
 
 
 class Case(NamedTuple):
-    """What is measured, in words; how; and what it may be, and of what. A limit of None: it is a figure, and no target."""
+    """A message of a size, how it travels in words, and the microseconds that it may take."""
 
-    title: str
-    measure: Callable[[Timing], Coroutine[Any, Any, float]]
-    limit: float | None
-    unit: str = "us"
+    nbytes: int
+    way: str
+    limit_us: float
 
-    @classmethod
-    def of_message(cls, nbytes: int, way: str, limit_us: float) -> Case:
-        """Returns that of a message of this size, and how it travels in words."""
-        measured = functools.partial(both_ends, nbytes, way == _IN_PLACE)
-        return cls(f"{format_nbytes(nbytes)}, {way}: CPU per message", measured, limit_us)
+    @property
+    def title(self) -> str:
+        return f"{format_nbytes(self.nbytes)}, {self.way}: CPU per message"
 
 
 _IN_PLACE = "in place"
 
 CASES = (
-    Case.of_message(4 << 10, "inline", 5.0),
-    Case.of_message(64 << 10, "copied", 7.0),
-    *(Case.of_message(nbytes << 10, _IN_PLACE, 6.5) for nbytes in (64, 1 << 10, 8 << 10, 64 << 10)),
+    Case(4 << 10, "inline", 5.0),
+    Case(64 << 10, "copied", 7.0),
+    *(Case(nbytes << 10, _IN_PLACE, 6.5) for nbytes in (64, 1 << 10, 8 << 10, 64 << 10)),
 )
 
-_COLUMNS = (
-    columns.median("median", float, 1),
-    Column("unit", lambda row: str(row.case.unit)),
-    columns.spread("least, most", float),
-)
+_COLUMNS = (columns.median("median us", float, 1), columns.spread("least, most", float))
 
 
 def measure(cases: Sequence[Case], timing: Timing) -> Findings:
     settle()
     runs = Repetitions[Case, float](dict.fromkeys(cases, (_SUBJECT,)), timing.repetitions)
-    runs.measure(cases, lambda case, _: on_uvloop(case.measure(timing)))
+    runs.measure(cases, lambda case, _: on_uvloop(both_ends(case.nbytes, case.way == _IN_PLACE, timing)))
     targets = (
-        Target(case.title, "one process", case.limit, case.unit, medians(_SUBJECT, float, {"median": case}), at_least=False)
+        Target(case.title, "one process", case.limit_us, "us", medians(_SUBJECT, float, {"median": case}), at_least=False)
         for case in cases
-        if case.limit is not None
     )
     return Findings(
         mode="cost",
         tables=[compare("cost of both ends in one process", ("what", "of"), runs.measured, _COLUMNS)],
         notes=[
             f"Medians of {timing.repetitions} interleaved repetitions. Messages are sent for {timing.timed_s:g} s, "
-            f"{_WINDOW} in flight. Nothing is stamped. Of a made-up GPU there are {made_up.REQUESTS} requests, one at a time."
+            f"{_WINDOW} in flight. Nothing is stamped."
         ],
         targets=[target.judge(runs.measured) for target in targets],
         coverage=runs.coverage(),
     )
 
 
-@benchmark("cost")
-@click.option("--gpu-fake", is_flag=True, help="Instead, of claim.to and of device slots, on a GPU that is made up.")
-def cost_command(timing: Timing, gpu_fake: bool) -> Findings:
+@benchmark("cost", Timing(7, 1.0, 0.3))
+def cost_command(timing: Timing) -> Findings:
     """CPU time of a message at both ends in one process: inline, copied, and in place up to 64 MB."""
-    return measure([Case(*case) for case in made_up.CASES] if gpu_fake else CASES, timing)
+    return measure(CASES, timing)

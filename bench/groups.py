@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from bench.children import BenchError, Child, Children, Parent
 from bench.messages import Case, Cell, Measurement, Sink, Source
 from bench.meter import Cost, Meter
-from bench.modes import Timing
 from bench.peers import Peer, RequestPeer
-from bench.repetitions import Repetitions
+from bench.repetitions import Repetitions, Timing
 from bench.request.questions import Client, Desk
 from bench.results import Status
 

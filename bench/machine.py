@@ -7,6 +7,7 @@ no cache: glibc's, into a mapping of the kind that a slab is.
 from __future__ import annotations
 
 import ctypes
+import datetime
 import functools
 import itertools
 import mmap
@@ -46,6 +47,7 @@ class Machine(msgspec.Struct, frozen=True):
     uvloop: str
     shmring: str
     commit: str | None
+    date: str = ""  # ISO, UTC
     libc: str = ""
     cache_nbytes: int = 0
 
@@ -59,6 +61,7 @@ class Machine(msgspec.Struct, frozen=True):
             kernel=platform.release(),
             python=platform.python_version(),
             commit=git(ROOT, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"),
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
             libc=" ".join(platform.libc_ver()),
             cache_nbytes=last_level_cache_nbytes(),
             **{name: version(name) for name in ("torch", "numpy", "msgspec", "uvloop", "shmring")},

@@ -137,8 +137,8 @@ class LoopLag:
 
     def stall_ms(self) -> float:
         """Returns how late it was so far, at most; a tick that should have come by now counts, too: the loop is held up."""
-        now = time.perf_counter()
-        overdue_s = self._lateness(now, self._waited()) if now > self._due_s >= self._started_s else 0.0
+        now, waited_s = self._now()
+        overdue_s = self._lateness(now, waited_s) if now > self._due_s >= self._started_s else 0.0
         return max(self._late_s, overdue_s) * 1e3
 
     def close(self) -> None:
@@ -146,8 +146,7 @@ class LoopLag:
         os.close(self._schedstat)
 
     def _tick(self) -> None:
-        now = time.perf_counter()
-        waited_s = self._waited()
+        now, waited_s = self._now()
         if self._due_s >= self._started_s:
             self._late_s = max(self._late_s, self._lateness(now, waited_s))
         self._waited_s = waited_s
@@ -160,6 +159,13 @@ class LoopLag:
     def _lateness(self, now: float, waited_s: float) -> float:
         """Seconds that were not spent waiting for a core."""
         return max(0.0, now - self._due_s - (waited_s - self._waited_s))
+
+    def _now(self) -> tuple[float, float]:
+        """The time, and what the thread had waited for a core by then: not what it waits between two looks."""
+        while True:
+            waited_s, now = self._waited(), time.perf_counter()
+            if self._waited() == waited_s:
+                return now, waited_s
 
     def _waited(self) -> float:
         """Seconds for which the loop's thread has waited for a core in its life."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import click
 import numpy as np
@@ -24,6 +24,18 @@ _Run = TypeVar("_Run")
 Measured: TypeAlias = Mapping[Any, Mapping[str, Sequence[Any]]]
 #: What a run says of something: an attribute (``ttft.p99_ms``), or what a function makes of it. None: it was not measured.
 Number: TypeAlias = str | Callable[[Any], float | None]
+
+
+class Timing(NamedTuple):
+    """How often a case is measured, and how long each time: what is timed, and before that what is not."""
+
+    repetitions: int
+    timed_s: float = 0.0
+    warm_up_s: float = 0.0
+
+    def asked(self, repetitions: int | None = None, seconds: float | None = None) -> Timing:
+        """Returns it where somebody has said something else, or has not."""
+        return Timing(repetitions or self.repetitions, seconds or self.timed_s, self.warm_up_s)
 
 
 def title_of(case: Any) -> str:

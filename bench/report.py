@@ -1,32 +1,52 @@
-"""``bench report``: docs/benchmarks.md and its plots, and the README's plot, from results that were stored.
+"""``bench report``: docs/benchmarks.md, the pages in docs/benchmarks/, and the README's plot, from results that were stored.
 
-What the document says is in the JSON files (:class:`bench.results.Findings`), and running this again gives the same text.
-:mod:`bench.modes` says when a verdict counts.
+A page says what the JSON files say (:class:`bench.results.Findings`), and nothing else: no clock, no git and no code that is
+measured. So the same files give the same pages at every commit, and a test compares them with those that are there. Each
+number has its date, its commit and its machine; it is about that commit, and is not judged again.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import click
 import msgspec
 
-from bench import modes, plots
-from bench.command_line import gaps_table, machine_line
-from bench.results import Findings, Table, Verdict, checkout
+from bench import plots
+from bench.command_line import gaps_table
+from bench.machine import Machine
+from bench.results import Findings, Table, Verdict, format_nbytes
 from bench.transport import Stored
 
-_HEAD = """\
-# Benchmarks
+#: Results by the names of their files.
+_Results: TypeAlias = Mapping[str, Findings]
 
-`python -m bench report` makes this page from the JSON files in `bench/results/`. No number is written by hand. Look at the
-ratios: both of their numbers come from one run on one machine. Another machine has other numbers.
+
+class _Page(NamedTuple):
+    """A page, and the modes whose claims and tables it has; of a mode that no page has, they are on the first one."""
+
+    path: str
+    title: str
+    modes: Sequence[str]
+    head: str
+
+
+_RULE = """\
+`python -m bench report` makes this page from the JSON files in `bench/results/`. No number is written by hand, and a test
+compares the page with what the program says.
+
+**A claim is dated.** It is about the commit that it names, on the machine that it names: `2026-11-28, 8d5e5d60, A`. It is
+measured again before a release, by `make bench-all`. In between, each commit passes the gates, which count the instructions of
+a message, of a request and of a chat: a commit that adds some fails, or says why. As long as all gates since its commit have
+held, a claim is carried. It is never judged again from old numbers.
+
+Look at the ratios: both of their numbers come from one run on one machine. Another machine has other numbers.
 """
 
-_METHOD = """\
+_PEERS = """\
 The producer and the consumer are two processes, each with an event loop (uvloop). Every message is checked: its sequence
 number, its dtype, its shape, and four samples of its content, which follow from the number. Each peer is used as its users use
 it. The head of its file in `bench/peers/` says how, and what was done to make the comparison fair.
@@ -48,13 +68,29 @@ are fewer large messages in flight.
 - **where shmring is not the best choice**: each case in which a peer was better by more than 5 %; the best peer, and how many
   times better it was. Transports that copy are compared with each other, and so are those that are written in place. Whatever
   the numbers say, shmring is not for you between machines, between parties that do not trust each other, or within one process:
-  see the [README](../README.md#when-not-to-use-it).
+  see the [README](../../README.md#when-not-to-use-it).
 """
 
-_COUNTED = """\
-A verdict counts as long as the code that was measured has not changed. The table above says how many commits have changed it
-since then, up to {head}. A *stale* verdict is about older code: it is shown, and does not count. A verdict of unknown age does
-not count either: this repository does not have its commit, or what was measured was in no commit.
+_PAGES = (
+    _Page("benchmarks.md", "Benchmarks", ("cost", "request-scaling", "allocator", "steps", "soak"), _RULE),
+    _Page("benchmarks/peers.md", "Beside other transports", ("transport", "request", "fan-out"), _PEERS),
+    _Page("benchmarks/server.md", "Of the server", ("serve", "isolation"), ""),
+    _Page("benchmarks/gpu.md", "On a GPU", ("gpu",), ""),
+    _Page("benchmarks/vllm.md", "Inside vLLM", ("vllm",), "What it means for users is in [vLLM](../vllm.md).\n"),
+    _Page("benchmarks/sglang.md", "Inside SGLang", ("sglang",), "What it means for users is in [SGLang](../sglang.md).\n"),
+    _Page("benchmarks/ray.md", "In a Ray cluster", ("ray",), "What it means for users is in [Ray](../clusters.md).\n"),
+)
+
+_AGAIN = """\
+```sh
+make bench-all            # everything on this page, and beside other transports; an hour and a half on two idle cores
+make gpu-hour             # needs a GPU; eight minutes
+python -m bench vllm      # needs .venv-vllm (make test-vllm); so do `sglang` and `ray` theirs
+python -m tests.soak --minutes 60 --frontends 3 --seed 1
+python -m bench report    # writes the pages
+```
+
+Each but the last stores with `--json bench/results/NAME.json`; `make bench-all` does so by itself, and then writes the pages.
 """
 
 #: Of modes, where a capital letter does not make them.
@@ -65,44 +101,181 @@ class ReportError(click.ClickException):
     """There is nothing to report, or a file holds something else."""
 
 
-#: Results by the names of their files; transports first.
-_Stored: TypeAlias = Mapping[str, Findings]
-#: How many commits have changed what a mode measures since a commit: see :func:`bench.modes.age`.
-_Age: TypeAlias = Callable[[str, str | None], int | None]
+def build(results_directory: Path, docs_directory: Path) -> list[Path]:
+    """Writes the pages, and ``speed.svg``, the README's plot of the result that is called ``transport``.
 
-
-def build(results_directory: Path, docs_directory: Path, age: _Age = modes.age) -> Path:
-    """Writes ``benchmarks.md``, ``benchmarks/*.svg`` and ``speed.svg`` into the directory of documents.
-
-    ``speed.svg`` is the README's plot, of the result that is called ``transport``. Returns the path of ``benchmarks.md``.
+    Returns the paths of the pages.
     """
-    stored = _read(results_directory)
-    sections = [_HEAD, "## Stored results\n", _stored_table(stored, age).markdown()]
-    sections += ["## Targets\n", *_targets(stored, age), "## Method of transports\n", _METHOD]
-    for name, findings in stored.items():
-        plot = docs_directory / "benchmarks" / f"{name}.svg"
-        if findings.mode == "transport":
-            try:
-                drawn = msgspec.convert(findings.results, list[Stored])
-            except msgspec.ValidationError as error:
-                raise _wrong(results_directory / f"{name}.json", error) from error
-            plots.draw(drawn, plot)
-            if name == "transport":
-                plots.draw_overview(drawn, findings.machine, docs_directory / "speed.svg")
-        sections += _section(name, findings, plot)
-    sections += ["## Measuring again\n", _again(stored)]
-    path = docs_directory / "benchmarks.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(section.rstrip("\n") + "\n" for section in sections))
-    return path
+    stored = read(results_directory)
+    if (findings := stored.get("transport")) is not None and findings.mode == "transport":
+        try:
+            drawn = msgspec.convert(findings.results, list[Stored])
+        except msgspec.ValidationError as error:
+            raise _wrong(results_directory / "transport.json", error) from error
+        plots.draw_overview(drawn, findings.machine, docs_directory / "speed.svg")
+    written = []
+    for name, text in pages(stored).items():
+        written.append(docs_directory / name)
+        written[-1].parent.mkdir(parents=True, exist_ok=True)
+        written[-1].write_text(text)
+    return written
 
 
-def status(results_directory: Path) -> Table:
-    """Returns a table of the stored results: what each has of its plan, what sources it comes from, and how old it is."""
-    return _stored_table(_read(results_directory), modes.age)
+def pages(stored: _Results) -> dict[str, str]:
+    """Returns the text of each page for which there is something, by its path; of the first one in any case."""
+    made = {}
+    machines = _Machines(stored)
+    for page in _PAGES:
+        of_page = {
+            name: findings
+            for mode in dict.fromkeys((*page.modes, *(each.mode for each in stored.values())))
+            for name, findings in stored.items()
+            if findings.mode == mode and _page_of(mode) is page
+        }
+        if of_page or page is _PAGES[0]:
+            made[page.path] = "\n".join(part.rstrip("\n") + "\n" for part in _parts(page, stored, of_page, machines))
+    return made
 
 
-def _read(directory: Path) -> _Stored:
+def _page_of(mode: str) -> _Page:
+    return next((page for page in _PAGES if mode in page.modes), _PAGES[0])
+
+
+def _parts(page: _Page, stored: _Results, of_page: _Results, machines: _Machines) -> Iterator[str]:
+    yield f"# {page.title}\n"
+    if page.head:
+        yield page.head
+    if page is _PAGES[0]:
+        yield "## What was measured\n"
+        yield _summary(stored)
+        yield runs_table(stored).markdown()
+        yield machines.table().markdown()
+    else:
+        yield "When a claim is measured, what carries it, and the machines: [benchmarks](../benchmarks.md#what-was-measured).\n"
+    for mode, results in itertools.groupby(of_page.items(), key=lambda item: item[1].mode):
+        yield from _section(mode, dict(results), machines)
+    if page is _PAGES[0]:
+        yield "## Measuring again\n"
+        yield _AGAIN
+
+
+# -- where and when ------------------------------------------------------------------------------------------------------
+
+
+class _Machines:
+    """The machines of results, each with a letter. What software they had is a part of them, the kernel's build is not."""
+
+    def __init__(self, stored: _Results) -> None:
+        rows = [self._row(findings.machine) for findings in stored.values() if findings.machine is not None]
+        self._letters = {row: chr(ord("A") + number) for number, row in enumerate(dict.fromkeys(sorted(rows)))}
+
+    def when(self, findings: Findings) -> str:
+        """Returns when, of what commit and where a result was measured."""
+        if (machine := findings.machine) is None:
+            return "not known"
+        return ", ".join((machine.date or "no date", _commit(machine), self._letters[self._row(machine)]))
+
+    def table(self) -> Table:
+        columns = ["machine", "processor", "cores", "memory, last-level cache", "software"]
+        return Table("", columns, [(letter, *row) for row, letter in self._letters.items()], texts=tuple(columns))
+
+    @staticmethod
+    def _row(machine: Machine) -> tuple[str, ...]:
+        memory = f"{machine.memory_nbytes / 2**30:.0f} GiB, {format_nbytes(machine.cache_nbytes)}"
+        software = f"Linux {machine.kernel.partition('-')[0]}, {machine.libc}, Python {machine.python}, torch {machine.torch}"
+        software += f", numpy {machine.numpy}, msgspec {machine.msgspec}, uvloop {machine.uvloop}"
+        return machine.cpu, str(machine.cores), memory, software
+
+
+def _commit(machine: Machine) -> str:
+    if machine.commit is None:
+        return "no commit"
+    clean = machine.commit.removesuffix("-dirty")
+    return clean[:8] + "+" * (clean != machine.commit)
+
+
+def runs_table(stored: _Results) -> Table:
+    """Returns a table of results: when each was measured, what it has of its plan, and what became of its targets."""
+    machines, rows = _Machines(stored), []
+    for name, findings in sorted(stored.items(), key=lambda item: (_PAGES.index(_page_of(item[1].mode)), item[0])):
+        page = _page_of(findings.mode)
+        title = f"[{name}]({page.path if page is not _PAGES[0] else ''}#{_title(findings.mode).lower()})"
+        planned = "the plan is not known" if findings.coverage is None else findings.coverage.summary()
+        counts = [sum(each.met is met for each in findings.targets) for met in (True, False)]
+        rows.append([title, machines.when(findings), planned, *counts])
+    texts = ("measured on", "measured, of what was planned")
+    return Table("", ["result", *texts, "met", "missed"], rows, texts)
+
+
+def _summary(stored: _Results) -> str:
+    modes = dict.fromkeys(findings.mode for findings in stored.values())
+    of_modes = ({name: each for name, each in stored.items() if each.mode == mode} for mode in modes)
+    verdicts = [verdict for results in of_modes for verdict, _ in _said_once(results)]
+    missed = [verdict for verdict in verdicts if not verdict.met]
+    explained = sum(not verdict.fails for verdict in missed)
+    return (
+        f"{len(verdicts)} claims: {len(verdicts) - len(missed)} met, {len(missed)} missed ({explained} of them for a reason "
+        "that a decision gives).\nA `+` behind a commit: the checkout had changes that are in no commit.\n"
+    )
+
+
+# -- what ----------------------------------------------------------------------------------------------------------------
+
+
+def _title(mode: str) -> str:
+    return _NAMES.get(mode) or mode.capitalize()
+
+
+def _section(mode: str, results: _Results, machines: _Machines) -> Iterator[str]:
+    yield f"## {_title(mode)}\n"
+    claims = [_claim(verdict, machines.when(findings)) for verdict, findings in _said_once(results)]
+    if claims:
+        yield Table(
+            "", ["claim", "at", "asked", "measured", "", "measured on"], claims, texts=("at", "", "measured on")
+        ).markdown()
+    said: set[str] = set()
+    for name, findings in results.items():
+        command = f", by `{findings.command}`" if findings.command else ""
+        yield f"**{name}**, measured on {machines.when(findings)}{command}.\n"
+        for table in findings.tables:
+            yield f"{table.title}:\n"
+            yield table.markdown()
+        if notes := [note for note in findings.notes if note not in said]:
+            yield "\n".join(f"- {note}" for note in notes) + "\n"
+            said.update(notes)
+        if findings.coverage is None:
+            yield "The plan of this result is not known, so something may be missing.\n"
+        elif not findings.coverage.complete:
+            yield f"Not measured: {findings.coverage.summary()}.\n"
+            yield gaps_table(findings.coverage).markdown()
+
+
+def _claim(verdict: Verdict, when: str) -> tuple[str, ...]:
+    """A row; where the target is missed, with the numbers that say so."""
+    word = f"{verdict.word}: {verdict.detail}" if verdict.met is False and verdict.detail else verdict.word
+    return verdict.what, verdict.at, verdict.asked, verdict.measured, word, when
+
+
+def _said_once(results: _Results) -> list[tuple[Verdict, Findings]]:
+    """Of each target what was measured last; what was not measured is no claim."""
+    found: dict[tuple[str, str], tuple[Verdict, Findings]] = {}
+    for findings in results.values():
+        for verdict in findings.targets:
+            before = found.get((verdict.what, verdict.at))
+            if verdict.met is not None and (before is None or _day(before[1]) <= _day(findings)):
+                found[verdict.what, verdict.at] = verdict, findings
+    return list(found.values())
+
+
+def _day(findings: Findings) -> str:
+    return "" if findings.machine is None else findings.machine.date
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------
+
+
+def read(directory: Path) -> _Results:
+    """Returns what is stored in a directory, by name."""
     stored: dict[str, Findings] = {}
     for path in sorted(directory.glob("*.json"), key=lambda path: path.stem):
         try:
@@ -111,122 +284,8 @@ def _read(directory: Path) -> _Stored:
             raise _wrong(path, error) from error
     if not stored:
         raise ReportError(f"no results in {directory}: python -m bench transport --json {directory / 'transport.json'}")
-    return dict(sorted(stored.items(), key=lambda item: item[1].mode != "transport"))
+    return stored
 
 
 def _wrong(path: Path, error: Exception) -> ReportError:
     return ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it")
-
-
-def _commit(findings: Findings) -> str | None:
-    return None if findings.machine is None else findings.machine.commit
-
-
-def _stored_table(stored: _Stored, age: _Age) -> Table:
-    columns = ["result", "measured, of what was planned", "sources", "the code that was measured, since then"]
-    rows = []
-    for name, findings in sorted(stored.items()):
-        measured = "the plan is not known" if findings.coverage is None else findings.coverage.summary()
-        rows.append([name, measured, checkout(_commit(findings)), modes.age_in_words(age(findings.mode, _commit(findings)))])
-    return Table("stored results", columns, rows, texts=tuple(columns))
-
-
-# -- targets -------------------------------------------------------------------------------------------------------------
-
-
-class _Judged(NamedTuple):
-    """A verdict; the name and the mode of the result that it comes from, and the age of that."""
-
-    verdict: Verdict
-    result: str
-    mode: str
-    changes: int | None
-
-    @property
-    def counts(self) -> bool:
-        """Whether it was measured, with the code as it is."""
-        return self.verdict.met is not None and self.changes == 0
-
-    @property
-    def is_stale(self) -> bool:
-        return self.verdict.met is not None and bool(self.changes)
-
-    @property
-    def row(self) -> tuple[str, ...]:
-        """As the table has it; where the target is missed, with the numbers that say so."""
-        verdict, word = self.verdict, f"**{self.verdict.word}**"
-        if verdict.met is not None and not self.counts:
-            word = f"{'stale' if self.is_stale else 'age unknown'}: was {verdict.word}"
-        missed_at = verdict.detail if verdict.met is False else ""
-        return verdict.what, verdict.at, verdict.asked, verdict.measured, word, missed_at, self.result
-
-
-def _targets(stored: _Stored, age: _Age) -> Iterator[str]:
-    """A table of targets for each mode, and how many of them are met and missed by the code as it is."""
-    judged = _said_once(
-        _Judged(verdict, name, findings.mode, age(findings.mode, _commit(findings)))
-        for name, findings in stored.items()
-        for verdict in findings.targets
-    )
-    counted = [one.verdict for one in judged if one.counts]
-    met, missed = (sum(verdict.met is which for verdict in counted) for which in (True, False))
-    explained = missed - sum(verdict.fails for verdict in counted)
-    explained_too = f" ({explained} of them for a reason that a decision gives)" if explained else ""
-    unmeasured = sum(one.verdict.met is None for one in judged)
-    stale = sum(one.is_stale for one in judged)
-    unknown = len(judged) - len(counted) - stale - unmeasured
-    yield (
-        f"{len(counted)} of {len(judged)} verdicts count: {met} met, {missed} missed{explained_too}. Not counted: {stale} "
-        f"stale, {unknown} of unknown age, {unmeasured} not measured.\n"
-    )
-    yield _COUNTED.format(head=modes.head() or "the present one")
-    for mode, of_mode in itertools.groupby(judged, key=lambda one: one.mode):
-        yield f"### {_title(mode)}\n"
-        columns = ["target", "at", "asked", "measured", "", "missed at", "result"]
-        yield Table("", columns, [one.row for one in of_mode]).markdown()
-
-
-def _said_once(judged: Iterator[_Judged]) -> list[_Judged]:
-    """Of each target of a mode, what was measured with this code, else what was measured, else that nothing was."""
-    found: dict[tuple[str, str, str], _Judged] = {}
-    for one in judged:
-        place = one.mode, one.verdict.what, one.verdict.at
-        if place not in found or (one.counts, one.verdict.met is not None) > (
-            found[place].counts, found[place].verdict.met is not None
-        ):  # fmt: skip
-            found[place] = one
-    order = list(dict.fromkeys(one.mode for one in found.values()))
-    return sorted(found.values(), key=lambda one: order.index(one.mode))
-
-
-# -- each result ---------------------------------------------------------------------------------------------------------
-
-
-def _title(mode: str) -> str:
-    return _NAMES.get(mode) or mode.capitalize()
-
-
-def _section(name: str, findings: Findings, plot: Path) -> Iterator[str]:
-    yield f"## {_title(findings.mode)}{'' if name == findings.mode else f' ({name})'}\n"
-    if findings.machine is not None:
-        yield f"{machine_line(findings.machine)}.\n"
-    if plot.exists():
-        yield f"![{name}](benchmarks/{plot.name})\n"
-    for table in findings.tables:
-        yield f"{table.title}:\n"
-        yield table.markdown()
-    if findings.notes:
-        yield "\n".join(f"- {note}" for note in findings.notes) + "\n"
-    if findings.coverage is None:
-        yield "Not measured:\n"
-        yield "The plan of this result is not known, so something may be missing.\n"
-    elif not findings.coverage.complete:
-        yield "Not measured:\n"
-        yield f"{findings.coverage.summary()}.\n"
-        yield gaps_table(findings.coverage).markdown()
-
-
-def _again(stored: _Stored) -> str:
-    commands = {name: findings.command or f"python -m bench {findings.mode}" for name, findings in sorted(stored.items())}
-    lines = [f"{command} --json bench/results/{name}.json" for name, command in commands.items()]
-    return "\n".join(["```sh", *lines, "python -m bench report", "```", ""])

@@ -103,14 +103,6 @@ class Coverage(msgspec.Struct, frozen=True):
             yield "all" if 1 < len(all_cases) == len(cases) else "; ".join(cases), subject, outcome
 
 
-def checkout(commit: str | None) -> str:
-    """Returns in words what sources a result comes from, by the commit of its :class:`bench.machine.Machine`."""
-    if commit is None:
-        return "no commit is known"
-    clean = commit.removesuffix("-dirty")
-    return f"commit {clean}, {'a clean checkout' if clean == commit else 'with uncommitted changes'}"
-
-
 def _expected(planned: Iterable[Planned]) -> dict[Key, int]:
     """Repetitions by case and subject."""
     return {(each.case, subject): each.repetitions for each in planned for subject in each.subjects}
@@ -145,8 +137,11 @@ class Table(msgspec.Struct, frozen=True):
         return table
 
     def markdown(self) -> str:
-        """Returns it as a document shows it: all but the first column to the right."""
-        lines = ["| " + " | ".join(map(_cell, self.columns)) + " |", "|---|" + "---:|" * (len(self.columns) - 1)]
+        """Returns it as a document shows it."""
+        sides = "".join(
+            "---:|" if number and column not in self.texts else "---|" for number, column in enumerate(self.columns)
+        )
+        lines = ["| " + " | ".join(map(_cell, self.columns)) + " |", f"|{sides}"]
         lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in self.rows]
         return "\n".join(lines) + "\n"
 

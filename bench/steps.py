@@ -29,8 +29,7 @@ from bench.children import BenchError
 from bench.columns import compare
 from bench.command_line import DIRECTORY, benchmark, missing_program
 from bench.machine import ROOT
-from bench.modes import Timing
-from bench.repetitions import Repetitions
+from bench.repetitions import Repetitions, Timing
 from bench.results import Findings
 from bench.step_program import CONTINUOUS
 from bench.targets import Target, ratios
@@ -63,7 +62,7 @@ class _Peer(NamedTuple):
     executor: str = "transformers"
 
 
-@benchmark("steps")
+@benchmark("steps", Timing(3))
 @click.option("--beside", default=None, type=DIRECTORY, help="Another checkout, which is measured in turn with this one.")
 @click.option(
     "--vllm", default=None, type=DIRECTORY, help="Which has vLLM, whose executor is measured, too; see `make test-vllm`."

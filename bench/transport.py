@@ -24,9 +24,8 @@ from bench.command_line import benchmark, repeatable, size_option
 from bench.groups import Groups
 from bench.machine import Copies
 from bench.messages import Case, Measurement
-from bench.modes import MODES, Timing
 from bench.peers import BASELINE, MEMCPY, PEERS
-from bench.repetitions import Measured, Number, Repetitions, median, ratio
+from bench.repetitions import Measured, Number, Repetitions, Timing, median, ratio
 from bench.results import Coverage, Findings, Table, format_nbytes, format_rate, format_times
 from bench.stamps import ITEM_NBYTES
 from bench.targets import TARGETS, Target
@@ -34,10 +33,11 @@ from bench.targets import TARGETS, Target
 #: Who is measured in a case.
 Plan = dict[Case, Sequence[str]]
 
-_SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
+_SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 _WINDOWS, _PRODUCERS = (16, 1), (1, 8)
 _SEVERAL = (BASELINE, "iceoryx2")  # whose producers are several, unless peers were chosen
 _QUICK_LARGE = ("shmring", MEMCPY, "shmring-in-place", "iceoryx2", "iceoryx2-loaned", "spinning-arena", "pyzmq")
+_LONGER = Timing(5, 0.5, 0.15)  # of what has missed a target
 _COPIES_S = 0.1  # in each repetition
 _BETTER = 1.05  # by how much a peer must be better to be called that; less is within the spread of most cases
 _TITLES = {name: peer.title for name, peer in PEERS.items()} | {MEMCPY: "memcpy, cold"}
@@ -187,8 +187,8 @@ def _best_other(numbers: Mapping[str, float | None], ours: str) -> str:
 # -- commands --------------------------------------------------------------------------------------------------------------
 
 
-@benchmark("transport")
-@size_option("4KiB to 256MiB", ITEM_NBYTES)
+@benchmark("transport", Timing(5, 0.2, 0.15))
+@size_option("4KiB, 64KiB, 1MiB, 8MiB, 64MiB", ITEM_NBYTES)
 @repeatable("--producers", "producers", click.IntRange(1, 127), "Processes", "1, 8")
 @repeatable("--window", "windows", click.IntRange(1, 1024), "Messages in flight of one producer", "16, 1")
 @repeatable("--peer", "peers", PEERS, "Beside shmring")
@@ -198,7 +198,7 @@ def transport_command(timing: Timing, **choices: Any) -> Generator[Findings, Non
         yield report(measured, coverage, timing)
 
 
-@benchmark("quick")
+@benchmark("quick", Timing(3, 0.15, 0.05))
 def quick_command(timing: Timing) -> Generator[Findings, None, None]:
     """Transports in about 5 minutes, and more where a target is missed, to measure again, longer, what misses it."""
     for measured, coverage in measure(quick_plan(), timing):
@@ -207,7 +207,7 @@ def quick_command(timing: Timing) -> Generator[Findings, None, None]:
     if not missed or findings.failures:
         return
     first = dict(measured)
-    for newer, _ in measure(decisive(measured, list(missed)), MODES["transport"].timed()):
+    for newer, _ in measure(decisive(measured, list(missed)), _LONGER):
         measured = {case: {**first[case], **newer.get(case, {})} for case in first}
     verdicts = []
     for target, verdict in zip(TARGETS, findings.targets, strict=True):

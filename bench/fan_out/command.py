@@ -16,9 +16,8 @@ from bench.command_line import DIRECTORY
 from bench.fan_out.measuring import Cell, Run
 from bench.fan_out.ways import ARENA, BACKS, CALLERS, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, PUBLISHED, WAYS
 from bench.machine import ROOT
-from bench.modes import Timing
 from bench.programs import Program
-from bench.repetitions import Measured, Repetitions, median
+from bench.repetitions import Measured, Repetitions, Timing, median
 from bench.results import Coverage, Findings, Status, format_nbytes, format_rate
 from bench.targets import Numbers, Target, medians, ratios
 
@@ -189,7 +188,7 @@ def _missing(environment: Path) -> dict[str, str]:
     return missing
 
 
-@command_line.benchmark("fan-out")
+@command_line.benchmark("fan-out", Timing(6, 0.3))
 @command_line.repeatable("--workers", "workers", click.IntRange(1, 32), "Processes", "1, 2, 4, 8")
 @command_line.size_option("256, 4KiB, 1MiB, 64MiB")
 @command_line.repeatable("--subject", "subjects", WAYS, "What sends")

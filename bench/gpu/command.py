@@ -19,12 +19,11 @@ from bench.gpu import copies, device, handovers
 from bench.gpu.copies import CEILING, CLONED, PINNED_SLOT, TO, WAYS
 from bench.gpu.handovers import DEVICE_SLAB, ROUTES
 from bench.gpu.processes import Numbers, Process
-from bench.modes import MODES, Timing
-from bench.repetitions import Measured, Number, Repetitions, percentile
+from bench.repetitions import Measured, Number, Repetitions, Timing, percentile
 from bench.results import Coverage, Findings, format_nbytes
 from bench.targets import Target, medians, ratios
 
-_TIMING = MODES["gpu"].timed()
+TIMING = Timing(5, 0.1)
 _KB, _MB = 1 << 10, 1 << 20
 
 #: Of ways and routes.
@@ -167,8 +166,8 @@ class Plan:
     sizes: Sequence[int] = (64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
     ways: Sequence[str] = tuple(WAYS)
     routes: Sequence[str] = tuple(ROUTES)
-    repetitions: int = _TIMING.repetitions
-    timed_s: float = _TIMING.timed_s
+    repetitions: int = TIMING.repetitions
+    timed_s: float = TIMING.timed_s
     latencies: int = 50
     messages: int = 50
 
@@ -214,7 +213,7 @@ class _NoGpu(click.ClickException):
     exit_code = 2
 
 
-@command_line.benchmark("gpu")
+@command_line.benchmark("gpu", TIMING)
 @command_line.size_option("64KiB to 256MiB", device.MIN_NBYTES)
 @command_line.repeatable("--from", "ways", WAYS, "To the GPU")
 def gpu_command(timing: Timing, **choices: Any) -> Findings:

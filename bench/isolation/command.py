@@ -33,8 +33,7 @@ from bench.command_line import benchmark, repeatable
 from bench.isolation import chats
 from bench.isolation.attacks import EMBEDDING_ATTACKS, EMBEDDINGS, MODEL, Attack
 from bench.isolation.chats import CHAT_ATTACKS
-from bench.modes import Timing
-from bench.repetitions import Measured, Repetitions, percentile
+from bench.repetitions import Measured, Repetitions, Timing, percentile
 from bench.results import Coverage, Findings, Verdict, format_nbytes
 from bench.serving.plan import NOTHING_KEPT
 from bench.serving.run import serving
@@ -167,7 +166,7 @@ def _is_embedded(case: str) -> bool:
     return case not in ATTACKS or ATTACKS[case].path == EMBEDDINGS
 
 
-@benchmark("isolation")
+@benchmark("isolation", Timing(2, 1.5))
 @repeatable("--case", "cases", ATTACKS, "Who is heavy")
 def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
     """How long small requests wait while another caller is heavy, beside a neutral load; in about five minutes."""

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from bench import columns, command_line
 from bench.columns import compare
-from bench.modes import Timing
 from bench.programs import Program
 from bench.ray import cluster, serving
 from bench.ray.cluster import STORE_NBYTES
-from bench.repetitions import Measured, Repetitions
+from bench.repetitions import Measured, Repetitions, Timing
 from bench.results import Coverage, Findings, format_nbytes
 from bench.targets import Target, medians, ratios
 
@@ -155,7 +154,7 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
     return Findings(mode="ray", tables=tables, notes=notes, targets=verdicts, coverage=coverage)
 
 
-@command_line.benchmark("ray")
+@command_line.benchmark("ray", Timing(7, 0.4, 0.05))
 @command_line.environment_option("ray", "Ray")
 def ray_command(timing: Timing, environment: Path) -> Findings:
     """Engines in a Ray cluster, beside calls of an actor with a tensor."""

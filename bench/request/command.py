@@ -13,9 +13,8 @@ from bench.columns import compare
 from bench.command_line import benchmark, chosen, repeatable, size_option
 from bench.groups import Groups
 from bench.messages import Measurement
-from bench.modes import Timing
 from bench.peers import BASELINE, REQUEST_PEERS
-from bench.repetitions import Measured, Repetitions
+from bench.repetitions import Measured, Repetitions, Timing
 from bench.request.questions import MAX_CLIENTS, Case
 from bench.request.scaling import BASES, VARIANTS
 from bench.results import Coverage, Findings
@@ -105,7 +104,7 @@ def plan(scaling: bool, peers: tuple[str, ...], **dimensions: tuple[int, ...]) -
     return {Case(nbytes, number, in_flight, reply_nbytes=64): names for number, in_flight, nbytes in cases}
 
 
-@benchmark("request")
+@benchmark("request", Timing(5, 0.3, 0.25))
 @size_option("4KiB, 64KiB, 1MiB, 8MiB", ITEM_NBYTES)
 @repeatable("--in-flight", "in_flight", click.IntRange(1, 1024), "Of each client", "1, 16, 64")
 @repeatable("--clients", "clients", click.IntRange(1, MAX_CLIENTS), "Processes", "1, 4")

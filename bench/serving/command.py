@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from importlib.metadata import version
 
 import click
+import msgspec
 
 from bench import columns
 from bench.columns import Column, compare
-from bench.command_line import benchmark
-from bench.modes import Timing
-from bench.repetitions import Number
-from bench.results import Findings, Verdict
+from bench.command_line import benchmark, repeatable
+from bench.repetitions import Number, Timing
+from bench.results import Coverage, Findings, Verdict
 from bench.serving import run
 from bench.serving.load import WARM_UP_REQUESTS, Measurement, failures
 from bench.serving.plan import PRESETS, Load
@@ -101,10 +101,22 @@ def _verdicts(preset: str, load: Load, results: Results) -> Iterator[Verdict]:
         yield Target("kept content: bytes copied", at, 0, "bytes", lambda _: copied, at_least=False).judge(results)
 
 
-@benchmark("serve")
-@click.option("--preset", required=True, type=click.Choice(list(PRESETS)), help="The load, both servers and the target.")
+@benchmark("serve", Timing(3))
+@repeatable("--preset", "presets", PRESETS, "The load, both servers and the target")
 @click.option("--scale", default=1.0, type=FiniteRange(min=0, min_open=True), help="Multiplies requests and their concurrency.")
-def serve_command(timing: Timing, preset: str, scale: float) -> Findings:
+def serve_command(timing: Timing, presets: Sequence[str], scale: float) -> Generator[Findings, None, None]:
     """Loads two HTTP servers in turn: throughput, TTFT, TPOT, end-to-end times, CPU, failures."""
-    load, servers = PRESETS[preset].load.scaled(scale), PRESETS[preset].servers
-    return report(preset, load, run.run(load, servers, timing.repetitions))
+    together = Findings(mode="serve", coverage=Coverage([], []))
+    for preset in presets or PRESETS:
+        load, servers = PRESETS[preset].load.scaled(scale), PRESETS[preset].servers
+        found = report(preset, load, run.run(load, servers, timing.repetitions))
+        assert together.coverage is not None, "it is a plan of nothing at first"
+        assert found.coverage is not None, "it has a plan"
+        together = msgspec.structs.replace(
+            together,
+            tables=[*together.tables, *found.tables],
+            notes=[*together.notes, *(note for note in found.notes if note not in together.notes)],
+            targets=[*together.targets, *found.targets],
+            coverage=together.coverage + found.coverage,
+        )
+        yield together

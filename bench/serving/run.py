@@ -109,7 +109,7 @@ class Results(NamedTuple):
 
 def run(load: Load, servers: Mapping[str, Server], repetitions: int) -> Results:
     """Loads servers in turn. Whether it returns or raises, no process and no file is left."""
-    runs = Repetitions[str, Measurement]({LOAD: list(servers)}, repetitions)
+    runs = Repetitions[str, Measurement]({LOAD: list(servers)}, repetitions, lambda _: load.title)
     click.echo("making media", err=True)
     requests = Requests(load, _MODEL, media_parts(load))
     click.echo(f"starting {len(servers)} servers", err=True)

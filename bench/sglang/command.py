@@ -14,9 +14,8 @@ import msgspec
 
 from bench import columns, command_line
 from bench.columns import Column, compare
-from bench.modes import Timing
 from bench.programs import Program
-from bench.repetitions import Measured, Repetitions
+from bench.repetitions import Measured, Repetitions, Timing
 from bench.results import Coverage, Findings
 from bench.sglang.ends import QUIET_ENVIRONMENT, Measurement, Order
 from bench.targets import Target, medians, ratios
@@ -154,7 +153,7 @@ def _segments() -> dict[str, int]:
     return segments
 
 
-@command_line.benchmark("sglang")
+@command_line.benchmark("sglang", Timing(7))
 @command_line.environment_option("sglang", "SGLang")
 def sglang_command(timing: Timing, environment: Path) -> Findings:
     """Both ends of SGLang, its tensors by its own way and through shmring."""

@@ -15,8 +15,7 @@ import click
 
 from bench import columns, command_line
 from bench.columns import Column, compare
-from bench.modes import MODES, Timing
-from bench.repetitions import Measured, Number, Repetitions, percentile, ratio
+from bench.repetitions import Measured, Number, Repetitions, Timing, percentile, ratio
 from bench.results import Coverage, Findings
 from bench.servers import wait_until_it_answers
 from bench.serving.load import failures
@@ -29,6 +28,7 @@ _OURS = "shmring"
 _STARTS = 2  # of each server: of two that do the same, one may be some hundredths faster for as long as it lives
 
 _SPEED = "requests_per_s"
+_OF_WORKERS = Timing(7)
 
 
 _COLUMNS = (
@@ -118,7 +118,7 @@ TARGETS = (
 _SIDES = [str(side) for side in SIDES]
 
 
-@command_line.benchmark("vllm")
+@command_line.benchmark("vllm", Timing(12))
 @click.option("--quick", is_flag=True, help="What most targets speak about: 43 MB, two API servers; under ten minutes.")
 @command_line.repeatable("--way", "ways", WAYS, "Of tensors")
 @command_line.repeatable("--side", "sides", _SIDES, "Of pictures")
@@ -131,7 +131,7 @@ def vllm_command(timing: Timing, quick: bool, with_workers: bool, environment: P
         if quick or any(choices.values()):
             raise click.UsageError("--workers measures all that there is of them")
         asked = click.get_current_context().params["repetitions"]
-        return _measure_workers(MODES["vllm-workers"].timed(asked), environment)
+        return _measure_workers(_OF_WORKERS.asked(asked), environment)
     choices = command_line.chosen({"ways": tuple(WAYS), "sides": _SIDES, "kinds": KINDS}, **choices)
     all_cases = QUICK if quick else FULL
     cases = [case for case in all_cases if str(case.fleet.side) in choices["sides"] and case.kind in choices["kinds"]]

@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from bench import cost
 from bench.__main__ import main
 from bench.cost import CASES, Case, measure
-from bench.gpu import made_up
-from bench.modes import Timing
+from bench.repetitions import Timing
 from bench.results import Status
 
 SMALL = CASES[:3]
@@ -33,7 +32,7 @@ def test_every_way_has_a_cost(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_case_that_fails_is_said_and_the_others_go_on() -> None:
-    findings = measure((Case.of_message(-4096, "broken", 1.0), SMALL[0]), Timing(2, 0.02, 0.01))
+    findings = measure((Case(-4096, "broken", 1.0), SMALL[0]), Timing(2, 0.02, 0.01))
     assert findings.coverage is not None
     (gap,) = findings.coverage.gaps
     assert (gap.case, gap.status) == ("-4 KB, broken: CPU per message", Status.FAILED)
@@ -57,7 +56,7 @@ async def test_a_message_out_of_turn_is_noticed(monkeypatch: pytest.MonkeyPatch)
 def test_the_command_writes_what_it_shows_and_a_miss_ends_it_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits_us: Sequence[float], code: int
 ) -> None:
-    cases = [case._replace(limit=limit) for case, limit in zip(SMALL, limits_us, strict=False)]
+    cases = [case._replace(limit_us=limit) for case, limit in zip(SMALL, limits_us, strict=False)]
     monkeypatch.setattr(cost, "CASES", cases)
     path = tmp_path / "cost.json"
     done = CliRunner().invoke(main, ["cost", "--repetitions", "1", "--seconds", "0.02", "--json", str(path)])
@@ -71,9 +70,7 @@ def test_the_command_writes_what_it_shows_and_a_miss_ends_it_with_1(
 
 
 def test_the_targets_are_those_of_the_project() -> None:
-    assert {case.title.removesuffix(": CPU per message"): case.limit for case in CASES} == {
+    assert {case.title.removesuffix(": CPU per message"): case.limit_us for case in CASES} == {
         "4 KB, inline": 5, "64 KB, copied": 7, "64 KB, in place": 6.5, "1 MB, in place": 6.5, "8 MB, in place": 6.5,
         "64 MB, in place": 6.5,
     }  # fmt: skip
-    limits = [(limit, unit) for _, _, limit, unit in made_up.CASES]
-    assert limits == [(25, "us"), (25, "calls"), (40, "us"), (None, "us"), (None, "us")]

@@ -1,4 +1,4 @@
-"""What becomes of a run of ``bench gpu``: tables, targets, JSON, a plot, its section of the document, and exit codes."""
+"""What becomes of a run of ``bench gpu``: tables, targets, its page, and exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench import report as document
 from bench.__main__ import main
 from bench.children import BenchError
 from bench.gpu import command, device
@@ -22,7 +21,8 @@ from bench.gpu.command import TARGETS, Plan, Results, report
 from bench.gpu.copies import WAYS
 from bench.gpu.device import Gpu
 from bench.gpu.processes import Numbers
-from bench.results import Coverage, Findings, Gap, Planned, Status, Verdict, write_json
+from bench.report import pages
+from bench.results import Coverage, Gap, Planned, Status, Verdict
 from shmring.gpu.cuda import TorchCuda
 from tests.tables import for_each
 
@@ -140,16 +140,10 @@ def test_tables_say_what_was_measured() -> None:
     assert all(len(row) == len(table.columns) for table in (copies, hand_overs) for row in table.rows)
 
 
-def test_a_report_is_read_back_as_it_was_written_and_has_a_section_in_the_document(tmp_path: Path) -> None:
-    found = report(measured())
-    write_json(found, tmp_path / "results" / "gpu.json")
-    again = msgspec.json.decode((tmp_path / "results" / "gpu.json").read_bytes(), type=Findings)
-    assert msgspec.json.encode(again) == msgspec.json.encode(found)
-    text = document.build(tmp_path / "results", tmp_path / "docs").read_text()
-    section = text.partition("\n## GPU\n")[2].partition("\n## ")[0]
-    assert f"- {GPU}" in section
-    assert "| 64 MB | slot, pinned slab | 50.00 |" in section
-    assert "python -m bench gpu --json bench/results/gpu.json" in text
+def test_a_report_has_a_page() -> None:
+    text = pages({"gpu": report(measured())})["benchmarks/gpu.md"]
+    assert f"- {GPU}" in text
+    assert "| 64 MB | slot, pinned slab | 50.00 |" in text
 
 
 # -- the command -------------------------------------------------------------------------------------------------------------

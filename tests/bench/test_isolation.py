@@ -15,7 +15,7 @@ from bench.isolation import heavy
 from bench.isolation.attacks import EMBEDDING_ATTACKS, NUMBER
 from bench.isolation.chats import CHAT_ATTACKS
 from bench.isolation.command import Waits, report
-from bench.modes import Timing
+from bench.repetitions import Timing
 from bench.results import Coverage, Findings
 from shmring.frontend.openai.chat import CHAT_FORM
 from shmring.frontend.openai.completions import COMPLETION_FORM

@@ -1,4 +1,4 @@
-"""Plots: drawn for what there is, with every peer's name in them."""
+"""The README's plot: drawn if there is what it shows."""
 
 from __future__ import annotations
 
@@ -24,18 +24,6 @@ def found() -> list[Stored]:
     ]
 
 
-def test_there_is_a_line_for_each_peer_of_what_was_measured(tmp_path: Path, found: list[Stored]) -> None:
-    assert plots.draw(found, tmp_path / "x.svg")
-    text = (tmp_path / "x.svg").read_text()
-    assert all(f">{name}<" in text for name in PEERS)
-    assert ">64 MB<" in text
-    assert "latency" in text
-    assert plots.draw([one for one in found if one.case.window == 16], tmp_path / "x.svg")
-    assert "latency" not in (tmp_path / "x.svg").read_text()
-    assert not plots.draw([], tmp_path / "y.svg")
-    assert not (tmp_path / "y.svg").exists()
-
-
 def test_the_readmes_plot_shows_both_sizes_and_each_way(tmp_path: Path, found: list[Stored]) -> None:
     assert plots.draw_overview(found, None, tmp_path / "x.svg")
     text = (tmp_path / "x.svg").read_text()
@@ -47,5 +35,5 @@ def test_the_readmes_plot_shows_both_sizes_and_each_way(tmp_path: Path, found: l
 
 def test_the_same_results_give_the_same_file(tmp_path: Path, found: list[Stored]) -> None:
     for name in ("x.svg", "y.svg"):
-        plots.draw(found, tmp_path / name)
+        plots.draw_overview(found, None, tmp_path / name)
     assert (tmp_path / "x.svg").read_bytes() == (tmp_path / "y.svg").read_bytes()

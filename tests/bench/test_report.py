@@ -1,9 +1,9 @@
-"""The document: made of stored results and of nothing else, whichever modes there are."""
+"""The pages: made of stored results and of nothing else, whichever modes there are; each number dated."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench import plots, report
-from bench.__main__ import main
+from bench.__main__ import OF_A_RELEASE, main
 from bench.allocation.command import Stored as Filled
 from bench.machine import ROOT, Machine
 from bench.messages import Case
@@ -20,51 +20,47 @@ from bench.results import Coverage, Findings, Planned, Status, Table, Verdict, w
 from bench.transport import Stored
 from tests.tables import for_each
 
-
-@pytest.fixture
-def stored(tmp_path: Path) -> Path:
-    """A directory with a transport run."""
-    directory = tmp_path / "results"
-    columns, reason = ["transport", "4 KB"], "not installed: pip install eclipse-zenoh"
-    findings = Findings(
-        "transport",
-        msgspec.convert(machine_of("abc"), Machine),
-        tables=[Table("messages per second, 1 producer, 16 in flight", columns, [["shmring, one copy", "100"]])],
-        targets=[Verdict("connecting", "any size", "<= 5 ms", "2 ms", True), Verdict("speed", "64 MB", ">= 1 x")],
-        results=[
-            Stored(Case(nbytes, window=window), peer, 100.0, 10.0, 1.0)
-            for nbytes in (4096, 1 << 20, 64 << 20)
-            for window in (16, 1)
-            for peer in ("shmring", "pyzmq")
-        ],
-        coverage=Coverage.of([Planned("4 KB", ["zenoh"], 3)], {}, {("4 KB", "zenoh"): (Status.EXCLUDED, reason)}),
-    )
-    write_json(findings, directory / "transport.json")
-    return directory
+RESULTS, DOCS = ROOT / "bench" / "results", ROOT / "docs"
+GOOD = Verdict("speed", "all", ">= 1 x", "2 x", True)
+BAD = Verdict("speed", "all", ">= 1 x", "0.5 x", False, "small: 0.5")
 
 
-def other(directory: Path, name: str, **content: Any) -> None:
-    directory.mkdir(exist_ok=True)
-    (directory / f"{name}.json").write_text(json.dumps(content))
+def machine_of(commit: str | None, date: str = "2026-11-28", cpu: str = "1") -> Machine:
+    names = ("kernel", "python", "torch", "numpy", "msgspec", "uvloop", "shmring")
+    versions = dict.fromkeys(names, "1")
+    return msgspec.convert({**versions, "cpu": cpu, "cores": 2, "memory_nbytes": 1, "commit": commit, "date": date}, Machine)
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the plots out, which take most of the time."""
-    monkeypatch.setattr(plots, "draw", lambda stored, path: False)
-    monkeypatch.setattr(plots, "draw_overview", lambda stored, machine, path: False)
-
-
-def current(mode: str, commit: str | None) -> int | None:
-    """The age of results of the code as it is."""
-    return 0
+def findings_of(mode: str, *targets: Verdict, machine: Machine | None = None, **content: Any) -> Findings:
+    return Findings(mode, machine or machine_of("0123456789ab"), targets=list(targets), **content)
 
 
 def section(text: str, title: str) -> str:
-    return text.partition(f"\n{title}\n")[2].partition("\n#")[0]
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-@for_each("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=lambda path: path.stem)
+# -- the pages that are there --------------------------------------------------------------------------------------------
+
+
+def test_the_pages_say_what_their_generator_says_at_this_commit() -> None:
+    made = report.pages(report.read(RESULTS))
+    there = {str(path.relative_to(DOCS)): path.read_text() for path in (DOCS / "benchmarks").glob("*.md")}
+    assert {"benchmarks.md": (DOCS / "benchmarks.md").read_text(), **there} == made, "python -m bench report"
+
+
+def test_a_person_can_read_the_first_page() -> None:
+    lines = (DOCS / "benchmarks.md").read_text().splitlines()
+    assert len(lines) < 260
+    of_runs = [findings for findings in report.read(RESULTS).values() if findings.machine is not None]
+    assert all(findings.machine and findings.machine.date and findings.machine.commit for findings in of_runs)
+    made = report.pages(report.read(RESULTS)).values()
+    claims = [row for page in made for row in re.findall(r"\| (?:met|missed\b.*?) \| .*", page) if row != "| met | missed |"]
+    dated = re.compile(r"\| .* \| \d{4}-\d\d-\d\d, [0-9a-f]{8}\+?, [A-Z] \|")
+    assert len(claims) > 100
+    assert [row for row in claims if not dated.fullmatch(row)] == []
+
+
+@for_each("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_what_is_stored_is_what_is_read(path: Path, tmp_path: Path) -> None:
     """No field that no report, plot or comparison knows; no single repetition or request."""
     findings = msgspec.json.decode(path.read_bytes(), type=Findings)
@@ -74,119 +70,116 @@ def test_what_is_stored_is_what_is_read(path: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / path.name).read_bytes()) == json.loads(path.read_bytes())
 
 
-def test_a_document_says_what_was_measured(stored: Path, tmp_path: Path) -> None:
-    text = report.build(stored, tmp_path / "docs", age=current).read_text()
-    transport = section(text, "## Transport")
-    assert "1, 2 cores" in transport
-    assert "not installed: pip install eclipse-zenoh" in transport
-    assert "| shmring, one copy | 100 |" in transport
-    assert "(benchmarks/transport.svg)" in transport
-    assert (tmp_path / "docs" / "benchmarks" / "transport.svg").exists()
-    assert (tmp_path / "docs" / "speed.svg").exists()
-    targets = section(text, "### Transport")
-    assert "| connecting | any size | <= 5 ms | 2 ms | **met** |  | transport |" in targets
-    assert "| speed | 64 MB | >= 1 x |  | **not measured** |  | transport |" in targets
-    assert "1 of 2 verdicts count: 1 met, 0 missed. Not counted: 0 stale, 0 of unknown age, 1 not measured." in text
+# -- how they are made ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_other_modes_are_shown_as_they_tell_it(stored: Path, tmp_path: Path) -> None:
-    other(
-        stored,
-        "request",
-        mode="request",
-        results=[{"ignored": 1}],
-        tables=[{"title": "Round trips", "columns": ["peer", "per second"], "rows": [["shmring", 21000], ["a|b", 1.5]]}],
+def test_a_page_says_what_was_measured_and_when_and_where() -> None:
+    reason = "not installed: pip install eclipse-zenoh"
+    findings = findings_of(
+        "transport",
+        GOOD,
+        Verdict("connecting", "any size", "<= 5 ms"),
+        tables=[Table("messages per second", ["transport", "4 KB"], [["shmring, one copy", "100"], ["a|b", 1.5]])],
         notes=["Measured at night."],
+        command="python -m bench transport --peer zenoh",
+        coverage=Coverage.of([Planned("4 KB", ["zenoh"], 3)], {}, {("4 KB", "zenoh"): (Status.EXCLUDED, reason)}),
     )
-    text = report.build(stored, tmp_path / "docs").read_text()
-    shown = section(text, "## Request")
-    assert "Round trips:\n\n| peer | per second |\n|---|---:|\n| shmring | 21000 |\n| a/b | 1.5 |" in shown
-    assert "- Measured at night." in shown
-    assert "python -m bench request --json bench/results/request.json" in text
+    stored = {"transport": findings, "soak": findings_of("soak", machine=machine_of("fedcba98-dirty", cpu="2"))}
+    made = report.pages(stored)
+    assert list(made) == ["benchmarks.md", "benchmarks/peers.md"]
+    transport = section(made["benchmarks/peers.md"], "Transport")
+    assert "| speed | all | >= 1 x | 2 x | met | 2026-11-28, 01234567, A |" in transport
+    assert "connecting" not in transport, "nothing was measured, so it is no claim"
+    assert "**transport**, measured on 2026-11-28, 01234567, A, by `python -m bench transport --peer zenoh`." in transport
+    assert "messages per second:\n\n| transport | 4 KB |\n|---|---:|\n| shmring, one copy | 100 |\n| a/b | 1.5 |" in transport
+    assert "- Measured at night." in transport
+    assert f"| 4 KB | zenoh | not possible: {reason} |" in transport
+    head = section(made["benchmarks.md"], "What was measured")
+    assert "1 claims: 1 met, 0 missed" in head
+    assert "| [transport](benchmarks/peers.md#transport) | 2026-11-28, 01234567, A | 0 of 1 measurements in 1 case" in head
+    assert "| [soak](#soak) | 2026-11-28, fedcba98+, B | the plan is not known | 0 | 0 |" in head
+    assert "\n| B | 2 | 2 |" in head
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_how_to_measure_again_is_what_was_typed(stored: Path, tmp_path: Path) -> None:
-    other(stored, "short", mode="transport", results=[], command="python -m bench quick")
-    other(stored, "serve", mode="serve", command="python -m bench serve --preset pr32104")
-    again = report.build(stored, tmp_path / "docs").read_text().partition("## Measuring again")[2]
-    assert "python -m bench quick --json bench/results/short.json" in again
-    assert "python -m bench transport --json bench/results/transport.json" in again
-    assert "python -m bench serve --preset pr32104 --json bench/results/serve.json" in again
+def test_a_miss_says_where_and_which_decision_explains_it() -> None:
+    known = msgspec.structs.replace(BAD, what="fill", decision=8)
+    made = report.pages({"cost": findings_of("cost", BAD, known)})["benchmarks.md"]
+    assert "| speed | all | >= 1 x | 0.5 x | missed: small: 0.5 | " in made
+    assert "| fill | all | >= 1 x | 0.5 x | missed: decision 8: small: 0.5 | " in made
+    assert "2 claims: 0 met, 2 missed (1 of them for a reason that a decision gives)" in made
 
 
-def test_of_several_results_what_was_measured_is_said_once(tmp_path: Path) -> None:
-    nothing = {"what": "speed", "at": "all", "asked": ">= 1 x", "measured": "", "met": None}
-    something = nothing | {"measured": "2 x", "met": True}
-    for name, targets in (
-        ("serve", [nothing]),
-        ("serve-more", [something]),
-        ("serve-same", [something]),
-        ("soak", [something]),
-    ):
-        other(tmp_path / "results", name, mode=name.partition("-")[0], targets=targets)
-    text = report.build(tmp_path / "results", tmp_path / "docs", age=current).read_text()
-    assert "| speed | all | >= 1 x | 2 x | **met** |  | serve-more |" in section(text, "### Serve")
-    assert "| speed | all | >= 1 x | 2 x | **met** |  | soak |" in section(text, "### Soak")
-    assert text.count("| speed |") == 2
+@for_each(("first", "second", "said"), [("2026-11-27", "2026-11-28", "0.5 x"), ("2026-11-28", "2026-11-27", "2 x")])
+def test_of_several_results_the_last_measurement_is_the_claim(first: str, second: str, said: str) -> None:
+    stored = {
+        "cost": findings_of("cost", GOOD, machine=machine_of("0" * 12, first)),
+        "cost-again": findings_of("cost", BAD, machine=machine_of("1" * 12, second)),
+        "cost-nothing": findings_of(
+            "cost", msgspec.structs.replace(GOOD, met=None), machine=machine_of("2" * 12, "2026-11-29")
+        ),
+        "steps": findings_of("steps", GOOD),
+    }
+    made = report.pages(stored)["benchmarks.md"]
+    assert f"| speed | all | >= 1 x | {said} |" in section(made, "Cost")
+    assert made.count("| speed |") == 2
+    assert section(made, "Cost").count("measured on") == 4, "each result is shown"
 
 
-# -- verdicts of other code ----------------------------------------------------------------------------------------------
+def test_a_mode_that_no_page_has_is_on_the_first_one() -> None:
+    made = report.pages({"new": Findings("new", tables=[Table("Memory", ["a"], [])])})
+    assert "Memory:" in section(made["benchmarks.md"], "New")
+    assert "| [new](#new) | not known |" in made["benchmarks.md"]
 
 
-def machine_of(commit: str) -> dict[str, Any]:
-    names = ("cpu", "kernel", "python", "torch", "numpy", "msgspec", "uvloop", "shmring")
-    return {**dict.fromkeys(names, "1"), "cores": 2, "memory_nbytes": 1, "commit": commit}
-
-
-def of_age(changes: dict[str | None, int | None]) -> Callable[[str, str | None], int | None]:
-    return lambda mode, commit: changes.get(commit)
-
-
-def test_a_verdict_of_other_code_says_so_and_is_not_counted(tmp_path: Path) -> None:
-    good = {"what": "a", "at": "all", "asked": ">= 1 x", "measured": "2 x", "met": True}
-    bad = good | {"what": "b", "measured": "0.5 x", "met": False, "detail": "it varies"}
-    directory = tmp_path / "results"
-    other(directory, "serve", mode="serve", machine=machine_of("new"), targets=[good, bad])
-    other(directory, "vllm", mode="vllm", machine=machine_of("old"), results=[], targets=[good, bad])
-    other(directory, "fan-out", mode="fan-out", machine=machine_of("nobody's"), results=[], targets=[bad])
-    text = report.build(directory, tmp_path / "docs", age=of_age({"new": 0, "old": 7})).read_text()
-    found = text.partition("## Targets")[2].partition("\n## ")[0]
-    assert "verdicts count: 1 met, 1 missed. Not counted: 2 stale, 1 of unknown age, " in found
-    assert "| a | all | >= 1 x | 2 x | **met** |  | serve |" in found
-    assert "| b | all | >= 1 x | 0.5 x | **missed** | it varies | serve |" in found
-    assert "| a | all | >= 1 x | 2 x | stale: was met |  | vllm |" in found
-    assert "| b | all | >= 1 x | 0.5 x | stale: was missed | it varies | vllm |" in found
-    assert "| b | all | >= 1 x | 0.5 x | age unknown: was missed | it varies | fan-out |" in found
-    ages = {row.split(" | ")[0].strip("| "): row.split(" | ")[-1] for row in section(text, "## Stored results").splitlines()}
-    assert (ages["serve"], ages["vllm"], ages["fan-out"]) == ("the same |", "changed by 7 commits |", "not known |")
-
-
-def test_what_was_measured_again_with_this_code_is_said_once(tmp_path: Path) -> None:
-    target = {"what": "speed", "at": "all", "asked": ">= 1 x", "measured": "0.5 x", "met": False}
-    directory = tmp_path / "results"
-    other(directory, "serve", mode="serve", machine=machine_of("old"), targets=[target])
-    other(directory, "serve-new", mode="serve", machine=machine_of("new"), targets=[target | {"measured": "2 x", "met": True}])
-    text = report.build(directory, tmp_path / "docs", age=of_age({"old": 1, "new": 0})).read_text()
-    [speed] = [line for line in section(text, "### Serve").splitlines() if line.startswith("| speed")]
-    assert "| 2 x | **met** |  | serve-new |" in speed
-
-
-def test_a_document_without_transports_is_one_too(tmp_path: Path) -> None:
-    other(tmp_path / "results", "soak", mode="soak", tables=[{"title": "Memory", "columns": ["a"], "rows": []}])
-    assert "## Soak" in report.build(tmp_path / "results", tmp_path / "docs").read_text()
+def test_pages_and_the_readmes_plot_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = [Stored(Case(nbytes), peer, 100.0, 10.0, 1.0) for nbytes in (1 << 20, 64 << 20) for peer in ("shmring", "pyzmq")]
+    write_json(findings_of("transport", results=drawn), tmp_path / "results" / "transport.json")
+    paths: list[Path] = []
+    monkeypatch.setattr(plots, "draw_overview", lambda stored, machine, path: paths.append(path))
+    arguments = ["report", "--results", str(tmp_path / "results"), "--docs", str(tmp_path / "docs")]
+    outcome = CliRunner().invoke(main, arguments)
+    assert outcome.exit_code == 0, outcome.output
+    assert paths == [tmp_path / "docs" / "speed.svg"]
+    assert outcome.stdout.split() == [str(tmp_path / "docs" / name) for name in ("benchmarks.md", "benchmarks/peers.md")]
+    assert "## Transport" in (tmp_path / "docs" / "benchmarks" / "peers.md").read_text()
 
 
 @for_each("content", ["{}", "[", '{"mode": "transport", "results": [1]}', '{"mode": "x", "tables": [1]}'])
-def test_a_file_that_holds_something_else_is_an_error(stored: Path, tmp_path: Path, content: str) -> None:
-    (stored / "wrong.json").write_text(content)
-    arguments = ["report", "--results", str(stored), "--docs", str(tmp_path / "docs")]
-    outcome = CliRunner().invoke(main, arguments)
+def test_a_file_that_holds_something_else_is_an_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "transport.json").write_text(content)
+    outcome = CliRunner().invoke(main, ["report", "--results", str(tmp_path), "--docs", str(tmp_path / "docs")])
     assert outcome.exit_code == 1
-    assert "wrong.json holds no results of a benchmark" in outcome.stderr
+    assert "transport.json holds no results of a benchmark" in outcome.stderr
 
 
 def test_nothing_to_report_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(report.ReportError, match="python -m bench transport --json"):
         report.build(tmp_path, tmp_path / "docs")
+
+
+# -- a release -----------------------------------------------------------------------------------------------------------
+
+
+def test_all_that_a_release_claims_is_measured_and_a_miss_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    class Done:
+        returncode = 0
+
+    def run(command: list[str], check: bool) -> Done:
+        commands.append(command)
+        done = Done()
+        done.returncode = {"cost": 1, "serve": 3}.get(command[3], 0)
+        return done
+
+    monkeypatch.setattr("bench.__main__.subprocess.run", run)
+    for name in ("cost", "cost-part", "serve-part"):
+        write_json(findings_of(name), tmp_path / f"{name}.json")
+    outcome = CliRunner().invoke(main, ["all", "--results", str(tmp_path), "--docs", str(tmp_path / "docs")])
+    assert (outcome.exit_code, "ended: cost with 1, serve with 3" in outcome.stderr) == (1, True)
+    assert tuple(command[3] for command in commands) == OF_A_RELEASE
+    assert commands[0][4:] == ["--json", str(tmp_path / "transport.json")]
+    assert {path.name for path in tmp_path.glob("*.json")} == {"cost.json", "serve-part.json"}, "parts of older runs are gone"
+    assert "[cost](#cost)" in (tmp_path / "docs" / "benchmarks.md").read_text()

@@ -26,10 +26,9 @@ from bench.children import BenchError
 from bench.groups import Groups, PeerGroup
 from bench.messages import Answer, Ask, Cell, Header, Measurement, Phase
 from bench.meter import Cost
-from bench.modes import Timing
 from bench.peers import BASELINE, REQUEST_PEERS, RequestPeer
 from bench.peers.in_flight import Pending
-from bench.repetitions import Measured, Repetitions
+from bench.repetitions import Measured, Repetitions, Timing
 from bench.request.command import SCALED, plan, report, request_command
 from bench.request.questions import Case, Client, Desk
 from bench.request.scaling import ConnectedClients, SlotsInUse

@@ -19,9 +19,8 @@ from bench.__main__ import main
 from bench.children import BenchError
 from bench.messages import Case, Cell, Measurement
 from bench.meter import Cost
-from bench.modes import Timing
 from bench.peers import MEMCPY, PEERS, Peer
-from bench.repetitions import Measured, ratio
+from bench.repetitions import Measured, Timing, ratio
 from bench.results import Coverage, format_nbytes
 from bench.targets import TARGETS
 from bench.transport import Plan, decisive, plan, quick_plan

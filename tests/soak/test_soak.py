@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from bench.report import build as build_report
+from bench.report import pages as build_pages
 from tests.fleet.cargo import CorruptedError, check_stamp, stamp
 from tests.fleet.footprint import Footprint, footprint
 from tests.soak import report
@@ -160,14 +160,9 @@ def test_what_is_kept_of_a_run_has_its_longest_stall_and_no_samples() -> None:
     assert lags[seen.samples[8].phase.value] == "500.0"
 
 
-def test_the_benchmarks_report_shows_a_stored_run_and_its_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_benchmarks_pages_show_a_stored_run() -> None:
     seen = observed(cycles=3)
-    (tmp_path / "soak.json").write_bytes(msgspec.json.encode(report.findings(Plan.of(1), seen, judge(seen))))
-    (tmp_path / "docs" / "benchmarks").mkdir(parents=True)
-    report.draw(seen.samples, True, tmp_path / "docs" / "benchmarks" / "soak.svg")
-    text = build_report(tmp_path, tmp_path / "docs").read_text()
-    assert "](benchmarks/soak.svg)" in text
+    text = build_pages({"soak": report.findings(Plan.of(1), seen, judge(seen))})["benchmarks.md"]
     assert "soak: what happened in the phases" in text
 
 
