@@ -19,6 +19,7 @@
 #   make soak     MINUTES=60: the same load for hours; fails if memory or descriptors grow
 #   make simulate STEPS=1000000 SEED=1: the product's own ends in one process, deterministically; EXHAUSTIVE=1 visits every state. Then each
 #                 call of the asyncio interface is cancelled at each of its suspensions, on both loops
+#   make instructions counts the instructions of a message, beside an earlier commit (apt install valgrind); two minutes
 #   make verify   has spin search the protocols of sleeping and waking for lost wake-ups (apt install spin); three minutes
 #   make sanitize the compiled core's tests under the compiler's sanitizers: addresses, undefined behaviour, threads
 #   make guards   takes each guard away, and looks whether the test that is named for it notices
@@ -45,7 +46,7 @@ COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shm
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-pythons test-gpu gpu-hour test-vllm test-sglang test-ray test-clients demo-vllm lint types unit chaos night soak simulate bench-quick bench-all verify sanitize guards mutants \
+.PHONY: demo test test-all test-pythons test-gpu gpu-hour test-vllm test-sglang test-ray test-clients demo-vllm lint types unit chaos night soak simulate bench-quick bench-all instructions verify sanitize guards mutants \
 	fuzz wheel docs format clean install
 
 demo: $(RUNNABLE)
@@ -91,6 +92,10 @@ simulate: $(INSTALLED)
 bench-quick bench-all: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	$(BIN)/python -m bench $(@:bench-%=%)
+
+# It exits with 77 if it can't measure, which make says is an error.
+instructions: $(INSTALLED)
+	$(BIN)/python -m tests.instructions $(if $(BESIDE),--beside $(BESIDE))
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m pytest -m gpu tests/gpu tests/bench/test_gpu.py
