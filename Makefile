@@ -164,7 +164,7 @@ test-clients: $(INSTALLED) $(CLIENTS)/.installed
 
 $(CLIENTS)/.installed: Makefile tests/clients/package.json
 	@$(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check 'openai>=1.60' langchain-openai instructor litellm \
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check 'openai>=1.60' langchain-openai instructor litellm anthropic \
 		openai-agents 'pydantic-ai-slim[openai]' llama-index-llms-openai-like
 	@cp tests/clients/package.json $(CLIENTS)/
 	@if command -v npm >/dev/null; then npm install --prefix $(CLIENTS) --silent --no-audit --no-fund; fi

@@ -1,5 +1,5 @@
-"""``make test-clients``: real servers, one with a tiny model that calls tools and one that takes pictures, and the clients in
-their own environment.
+"""``make test-clients``: real servers, one with a tiny model that calls tools, one that takes pictures and sounds, and one that
+writes down what is said; and the clients in their own environment.
 
 ``python -m tests.clients DIRECTORY``, with the environment that has them: a virtual one of Python, and Node's modules.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from shmring.frontend.serve_process import ServerProcess
 from tests.clients.tiny_caller import write
+from tests.engine.tiny_models import write_tiny_model
 
 PROGRAMS = Path(__file__).parent
 
@@ -25,14 +26,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as servers:
         model = Path(directory) / "tiny-caller"
         write(model)
+        hearing = write_tiny_model(Path(directory) / "tiny-whisper", "whisper")
         name = f"clients-{Path(directory).name}"
         started = []
-        for options in (["--executor=transformers", f"--model={model}"], ["--executor=synthetic"]):
+        of_transformers = [["--executor=transformers", f"--model={directory}"] for directory in (model, hearing)]
+        for options in (of_transformers[0], ["--executor=synthetic"], of_transformers[1]):
             options += [f"--name={name}-{len(started)}", "--port=0", "--slab-nbytes=64MiB", "--api-server-count=1"]
             server = servers.enter_context(ServerProcess.start(options))
             started.append(server)
         places = []
-        for server, called in zip(started, (model.name, "shmring-synthetic"), strict=True):
+        for server, called in zip(started, (model.name, "shmring-synthetic", hearing.name), strict=True):
             server.wait_until_ready(120)
             places += [f"{server.url}/v1", called]
         environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it asks a host on the internet otherwise

@@ -1,14 +1,14 @@
 // What people call such a server with from JavaScript: each client asks, calls a tool and says what that returned.
 //
-// node try_clients.mjs URL MODEL URL-WITH-PICTURES MODEL-WITH-PICTURES
+// node try_clients.mjs URL MODEL, then the same for pictures and sounds, and for speech
 
 import assert from 'node:assert/strict';
 
 import { createOpenAI } from '@ai-sdk/openai';
 import { HumanMessage, ToolMessage } from '@langchain/core/messages';
 import { ChatOpenAI } from '@langchain/openai';
-import { generateObject, generateText, stepCountIs, streamText, tool } from 'ai';
-import OpenAI from 'openai';
+import { experimental_transcribe, generateObject, generateText, stepCountIs, streamText, tool } from 'ai';
+import OpenAI, { toFile } from 'openai';
 import { zodResponseFormat, zodTextFormat } from 'openai/helpers/zod';
 import { z } from 'zod';
 
@@ -18,13 +18,25 @@ const QUESTION = 'How is the weather in Ulm?';
 const PICTURE =
   'iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC';
 const PICTURE_URL = `data:image/png;base64,${PICTURE}`;
+const RATE = 16_000;
+const SECONDS = 2; // of silence
+
+// A WAV file.
+const RECORDING = Buffer.alloc(44 + 2 * RATE * SECONDS);
+RECORDING.write('RIFF', 0);
+RECORDING.writeUInt32LE(RECORDING.length - 8, 4);
+RECORDING.write('WAVEfmt ', 8);
+[16, 1 | (1 << 16), RATE, 2 * RATE, 2 | (16 << 16)].forEach((word, place) => RECORDING.writeUInt32LE(word, 16 + 4 * place));
+RECORDING.write('data', 36);
+RECORDING.writeUInt32LE(RECORDING.length - 44, 40);
+const SOUND = { type: 'input_audio', input_audio: { data: RECORDING.toString('base64'), format: 'wav' } };
 
 const Weather = z.object({ city: z.string(), days: z.number().int() });
 // In a form that has an end, since the model chooses anything else at random.
 const Report = z.object({ city: z.enum(['Ulm', 'Aalen']), days: z.enum(['1', '2']) });
 const PARAMETERS = { ...z.toJSONSchema(Weather), $schema: undefined };
 
-const [url, model, picturesUrl, picturesModel] = process.argv.slice(2);
+const [url, model, picturesUrl, picturesModel, speechUrl, speechModel] = process.argv.slice(2);
 
 async function tryOpenai() {
   const client = new OpenAI({ baseURL: url, apiKey: 'none', maxRetries: 0 });
@@ -54,6 +66,37 @@ async function tryOpenai() {
     tools: [{ type: 'function', function: { name: 'Weather', parameters: PARAMETERS, parse: JSON.parse, function: () => 'Rain' } }],
   });
   assert.equal(await runner.finalContent(), RAIN);
+}
+
+async function trySounds() {
+  const client = new OpenAI({ baseURL: picturesUrl, apiKey: 'none', maxRetries: 0 });
+  const messages = [{ role: 'user', content: [SOUND, { type: 'text', text: 'What is this?' }] }];
+  const answer = await client.chat.completions.create({ model: picturesModel, messages, max_tokens: 9 });
+  assert.equal(answer.usage.prompt_tokens, 64 + 3); // a medium counts as 64 words
+  const chat = createOpenAI({ baseURL: picturesUrl, apiKey: 'none' }).chat(picturesModel);
+  const content = [
+    { type: 'text', text: 'What is this?' },
+    { type: 'file', mediaType: 'audio/wav', data: RECORDING },
+  ];
+  const heard = await generateText({ model: chat, messages: [{ role: 'user', content }], maxOutputTokens: 9, maxRetries: 0 });
+  assert.equal(heard.usage.inputTokens, 64 + 3);
+  const plain = new ChatOpenAI({ model: picturesModel, apiKey: 'none', configuration: { baseURL: picturesUrl }, maxRetries: 0 });
+  const said = await plain.invoke([new HumanMessage({ content: [SOUND, { type: 'text', text: 'What is this?' }] })]);
+  assert.equal(said.usage_metadata.input_tokens, 64 + 3);
+}
+
+async function trySpeech() {
+  const client = new OpenAI({ baseURL: speechUrl, apiKey: 'none', maxRetries: 0 });
+  const options = { model: speechModel, language: 'en' };
+  const file = async () => toFile(RECORDING, 'speech.wav', { type: 'audio/wav' });
+  const { text } = await client.audio.transcriptions.create({ ...options, file: await file() });
+  let last;
+  for await (const event of await client.audio.transcriptions.create({ ...options, file: await file(), stream: true })) last = event;
+  assert.deepEqual([last.type, last.text], ['transcript.text.done', text]);
+  const hearing = createOpenAI({ baseURL: speechUrl, apiKey: 'none' }).transcription(speechModel);
+  const heard = await experimental_transcribe({ model: hearing, audio: RECORDING, providerOptions: { openai: { language: 'en' } } });
+  assert.deepEqual([heard.text, heard.language, heard.durationInSeconds], [text, 'en', SECONDS]);
+  assert.equal(heard.segments.map((segment) => segment.text).join('').trim(), text);
 }
 
 async function tryResponses() {
@@ -129,6 +172,8 @@ const attempts = {
   'openai-node, responses': tryResponses,
   'AI SDK, its default': () => tryAiSdk(ai(model), seeing(picturesModel)),
   'AI SDK, chats': () => tryAiSdk(ai.chat(model), seeing.chat(picturesModel)),
+  'openai-node, AI SDK and LangChain.js, sounds': trySounds,
+  'openai-node and AI SDK, speech': trySpeech,
   'LangChain.js, chats': () => tryLangchain({ useResponsesApi: false }),
   'LangChain.js, responses': () => tryLangchain({ useResponsesApi: true }),
 };

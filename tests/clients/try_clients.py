@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import sys
+import wave
 from collections.abc import Iterable
+from typing import Literal
 
 import agents
+import anthropic
 import instructor
 import litellm
 import openai
 import pydantic_ai
-from langchain_core.messages import ToolMessage
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
-from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
+from llama_index.core.llms import AudioBlock, ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel, Field
@@ -24,6 +28,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 ARGUMENTS = {"city": "Ulm", "days": 3}
 RAIN = "It rains in Ulm."
 PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
+SECONDS = 2  # of silence
 HELLO = [{"role": "user", "content": "How is the weather in Ulm?"}]
 TOOL = {
     "type": "function",
@@ -32,6 +37,17 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }
+
+
+def recording() -> bytes:
+    """A WAV file."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(16_000)
+        writer.writeframes(bytes(2 * 16_000 * SECONDS))
+    return file.getvalue()
 
 
 class Weather(BaseModel):
@@ -46,6 +62,13 @@ class Report(BaseModel):
 
     city: str = Field(max_length=5)
     days: int = Field(ge=0, le=9)
+
+
+class Choice(BaseModel):
+    """The same where a client leaves numbers out of a schema."""
+
+    city: Literal["Ulm", "Aalen"]
+    days: Literal["1", "2"]
 
 
 class Anything(BaseModel):
@@ -242,7 +265,81 @@ async def try_pydantic_ai(url: str, model: str, pictures_url: str, pictures_mode
         assert isinstance((await reporter.run("How is the weather in Ulm?")).output, Report)
     seeing = OpenAIChatModel(pictures_model, provider=OpenAIProvider(base_url=pictures_url, api_key="none"))
     picture = pydantic_ai.BinaryContent(base64.b64decode(PICTURE.partition(",")[2]), media_type="image/png")
-    assert (await pydantic_ai.Agent(seeing).run(["What is this?", picture])).output.startswith("[synthetic]")
+    sound = pydantic_ai.BinaryContent(recording(), media_type="audio/wav")
+    assert (await pydantic_ai.Agent(seeing).run(["What is this?", picture, sound])).output.startswith("[synthetic]")
+
+
+def try_anthropic(url: str, model: str, pictures_url: str, pictures_model: str) -> None:
+    client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
+    tools = [{"name": "Weather", "input_schema": Weather.model_json_schema()}]
+    settings = {"model": model, "max_tokens": 100, "tools": tools}
+    answer = client.messages.create(messages=HELLO, **settings)
+    said, call = answer.content
+    assert (said.text, call.name, call.input, answer.stop_reason) == ("I look.", "Weather", ARGUMENTS, "tool_use")
+    returned = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "Rain"}]}
+    conversation = [*HELLO, {"role": "assistant", "content": answer.content}, returned]
+    assert client.messages.create(messages=conversation, **settings).content[0].text == RAIN
+    with client.messages.stream(messages=conversation, **settings) as stream:
+        assert "".join(stream.text_stream) == RAIN
+    with client.messages.stream(messages=HELLO, **settings) as stream:
+        assert stream.get_final_message().content[1].input == ARGUMENTS
+
+    @anthropic.beta_tool(name="Weather")
+    def weather(city: str, days: int) -> str:
+        """The weather of a city."""
+        return f"Rain for {days} days in {city}"
+
+    runner = client.beta.messages.tool_runner(model=model, max_tokens=100, tools=[weather], messages=HELLO)
+    assert runner.until_done().content[0].text == RAIN
+    parsed = client.messages.parse(model=model, max_tokens=100, messages=HELLO, output_format=Choice)
+    assert isinstance(parsed.parsed_output, Choice)
+    assert client.messages.count_tokens(model=model, messages=HELLO, tools=tools).input_tokens > 100
+    try:
+        client.messages.create(model="other", max_tokens=9, messages=HELLO)
+    except anthropic.NotFoundError as error:
+        refused = error.body["error"]["type"]
+    else:
+        refused = ""
+    assert refused == "not_found_error"
+    source = {"type": "base64", "media_type": "image/png", "data": PICTURE.partition(",")[2]}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "What is this?"}]
+    seeing = anthropic.Anthropic(base_url=pictures_url.removesuffix("/v1"), api_key="none", max_retries=0)
+    seen = seeing.messages.create(model=pictures_model, max_tokens=9, messages=[{"role": "user", "content": content}])
+    assert seen.content[0].text.startswith("[synthetic]")
+
+
+def try_sounds(url: str, model: str) -> None:
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    sound = {"type": "input_audio", "input_audio": {"data": base64.b64encode(recording()).decode(), "format": "wav"}}
+    content = [sound, {"type": "text", "text": "What is this?"}]
+    answer = client.chat.completions.create(model=model, messages=[{"role": "user", "content": content}], max_tokens=9)
+    assert answer.choices[0].message.content.startswith("[synthetic]")
+    assert answer.usage.prompt_tokens == 64 + 3  # a medium counts as 64 words
+    heard = ChatOpenAI(base_url=url, api_key="none", model=model, max_retries=0).invoke([HumanMessage(content)])
+    assert heard.usage_metadata["input_tokens"] == 64 + 3
+    answer = litellm.completion(
+        model=f"hosted_vllm/{model}", api_base=url, api_key="none", messages=[{"role": "user", "content": content}]
+    )
+    assert answer.usage.prompt_tokens == 64 + 3
+
+
+def try_speech(url: str, model: str) -> None:
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    file = ("speech.wav", recording(), "audio/wav")
+    text = client.audio.transcriptions.create(model=model, file=file, language="en").text
+    verbose = client.audio.transcriptions.create(
+        model=model, file=file, language="en", response_format="verbose_json", timestamp_granularities=["segment"]
+    )
+    assert (verbose.text, verbose.duration, verbose.language) == (text, SECONDS, "english")
+    assert "".join(segment.text for segment in verbose.segments).strip() == text
+    subtitles = client.audio.transcriptions.create(model=model, file=file, language="en", response_format="srt")
+    assert subtitles.count(" --> ") == len(verbose.segments)
+    events = list(client.audio.transcriptions.create(model=model, file=file, language="en", stream=True))
+    assert [event.type for event in events][-1] == "transcript.text.done"
+    assert events[-1].text == text
+    assert isinstance(client.audio.translations.create(model=model, file=file).text, str)
+    said = litellm.transcription(model=f"hosted_vllm/{model}", api_base=url, api_key="none", file=file, language="en")
+    assert said.text == text
 
 
 def try_llama_index(url: str, model: str, pictures_url: str, pictures_model: str) -> None:
@@ -260,12 +357,14 @@ def try_llama_index(url: str, model: str, pictures_url: str, pictures_model: str
     assert "".join(piece.delta or "" for piece in llm.stream_complete("How is the weather in Ulm?")) == RAIN
     seeing = OpenAILike(model=pictures_model, api_base=pictures_url, context_window=8192, **options)
     picture = ImageBlock(image=base64.b64decode(PICTURE.partition(",")[2]), image_mimetype="image/png")
-    seen = seeing.chat([ChatMessage(role="user", blocks=[TextBlock(text="What is this?"), picture])])
+    sound = AudioBlock(audio=recording(), format="wav")
+    seen = seeing.chat([ChatMessage(role="user", blocks=[TextBlock(text="What is this?"), picture, sound])])
     assert str(seen.message.content).startswith("[synthetic]")
 
 
 def main() -> None:
-    url, model, *pictures = sys.argv[1:]
+    url, model, *others = sys.argv[1:]
+    pictures, speech = others[:2], others[2:]
     try_openai(url, model)
     asyncio.run(try_openai_async(url, model))
     asyncio.run(try_responses_async(url, model))
@@ -276,8 +375,12 @@ def main() -> None:
     for seeing in (try_openai_agents, try_pydantic_ai):
         asyncio.run(seeing(url, model, *pictures))
         print(f"{seeing.__name__}: as it should be")
-    try_llama_index(url, model, *pictures)
-    print(f"{try_llama_index.__name__}: as it should be")
+    for seeing in (try_llama_index, try_anthropic):
+        seeing(url, model, *pictures)
+        print(f"{seeing.__name__}: as it should be")
+    for attempt, place in ((try_sounds, pictures), (try_speech, speech)):
+        attempt(*place)
+        print(f"{attempt.__name__}: as it should be")
 
 
 if __name__ == "__main__":
