@@ -54,11 +54,11 @@ ROUTES = {
     "POST /v1/chat/completions": "",
     "POST /v1/responses": "`n` and `max_tokens` are of chats",
     "GET /v1/responses/{response_id}": "whole; for `--response-lifetime`, within `--response-store-nbytes`, and for its caller "
-    "alone. `DELETE` forgets it",
+    "alone. `DELETE` forgets it; `/input_items` lists what it was asked with",
     "POST /v1/responses/{response_id}/cancel": "refused, as nothing goes on in the background",
     "POST /v1/messages": "as Anthropic's API: a picture is a block `image`; the server runs no tools of its own",
     "POST /v1/messages/count_tokens": "with `--executor transformers` or `vllm`; pictures count as well",
-    "POST /v1/audio/transcriptions": "with `--executor transformers` and a Whisper model; events of streams are OpenAI's",
+    "POST /v1/audio/transcriptions": "with `--executor transformers` or `vllm`, and a Whisper model; streams are OpenAI's",
     "POST /v1/audio/translations": "as `/v1/audio/transcriptions`, in English",
     "POST /v1/completions": "",
     "POST /tokenize": "with `--executor transformers` or `vllm`",

@@ -62,6 +62,7 @@ from shmring.frontend.openai.completions import COMPLETION_FORM
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
 from shmring.frontend.openai.forms import parse_form
 from shmring.frontend.openai.generation import AnswerForm, GenerationRequest
+from shmring.frontend.openai.input_items import read_page
 from shmring.frontend.openai.models import Load, Version
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.responses_answer import ResponsesWriter
@@ -162,6 +163,7 @@ def create_app(
             ObservedRoute(f"{MESSAGES_PATH}/count_tokens", routes.count_tokens, methods=["POST"], middleware=admitted),
             ObservedRoute("/v1/responses/{response_id}", routes.retrieve_response, middleware=keys),
             ObservedRoute("/v1/responses/{response_id}", routes.delete_response, methods=["DELETE"], middleware=keys),
+            ObservedRoute("/v1/responses/{response_id}/input_items", routes.list_input_items, middleware=keys),
             ObservedRoute("/v1/responses/{response_id}/cancel", routes.cancel_response, methods=["POST"], middleware=keys),
             ObservedRoute("/v1/audio/transcriptions", routes.transcribe, methods=["POST"], middleware=forms),
             ObservedRoute("/v1/audio/translations", routes.translate, methods=["POST"], middleware=forms),
@@ -396,6 +398,10 @@ class _Routes:
             raise ApiError(400, text, code="unsupported_value", param="stream")
         response_id = http_request.path_params["response_id"]
         return JsonResponse(await self._stored.find(response_id, account_of(http_request.scope)))
+
+    async def list_input_items(self, http_request: Request) -> Response:
+        response_id, page = http_request.path_params["response_id"], read_page(http_request.query_params)
+        return JsonResponse(await self._stored.list_input(response_id, account_of(http_request.scope), page))
 
     async def delete_response(self, http_request: Request) -> Response:
         response_id = http_request.path_params["response_id"]

@@ -31,6 +31,7 @@ from shmring.frontend.health import Health
 from shmring.frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from shmring.frontend.openai.completions import Completion, CompletionRequest
 from shmring.frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse
+from shmring.frontend.openai.input_items import InputItemList
 from shmring.frontend.openai.models import Load, Model, ModelList, Version
 from shmring.frontend.openai.responses_answer import ResponsesAnswer, ResponsesEvent
 from shmring.frontend.openai.responses_request import ResponsesRequest
@@ -68,6 +69,7 @@ _TYPES = (
     ResponsesAnswer,
     ResponsesEvent,
     DeletedResponse,
+    InputItemList,
     MessagesRequest,
     MessagesAnswer,
     MessagesEvent,
@@ -286,12 +288,21 @@ def _stored_responses() -> dict[str, dict[str, Any]]:
         operation = _operation(summary, "v1", _answer("The response.", content), _errors((*statuses, 401, 404, 500)))
         return operation | {"parameters": [*operation["parameters"], name, *further]}
 
+    page = [
+        {"name": field, "in": "query", "schema": schema}
+        for field, schema in (
+            ("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
+            ("order", {"enum": ["asc", "desc"], "default": "desc"}),
+            ("after", {"type": "string", "description": "The name of the item before the first one."}),
+        )
+    ]
     cancel = of("Cancel a response that goes on: there are none, so it is always refused", "ResponsesAnswer", (400,))
     return {
         path: {
             "get": of("Return a response that the server keeps", "ResponsesAnswer", (400,), stream),
             "delete": of("Forget a response", "DeletedResponse", ()),
         },
+        f"{path}/input_items": {"get": of("List what a response was asked with", "InputItemList", (400,), *page)},
         f"{path}/cancel": {"post": cancel},
     }
 

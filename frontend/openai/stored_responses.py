@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from shmring.frontend.callers import caller_of
 from shmring.frontend.errors import ApiError
+from shmring.frontend.openai.input_items import ItemPage, list_items
 from shmring.frontend.openai.messages import MAX_MESSAGES
 from shmring.frontend.openai.responses_answer import ResponsesAnswer, number_of
 from shmring.frontend.openai.responses_request import Conversation, InputItem, ResponsesRequest
@@ -134,8 +135,24 @@ class StoredResponses:
         """
         content = self._find(account, response_id, _ANSWER)
         if content is None:
-            raise ApiError(404, self._missing(f"response {response_id[:64]!r}"), code="response_not_found", param="response_id")
+            raise self._not_found(response_id)
         return content
+
+    async def list_input(self, response_id: str, account: bytes, page: ItemPage) -> bytes:
+        """Returns a page of the items that a response was asked with, as JSON.
+
+        Raises:
+            ApiError: 404, it is not kept; 400, the page begins after no item.
+        """
+        await self.find(response_id, account)
+        content = self._find(account, response_id, _CONVERSATION)
+        if content is None:
+            raise self._not_found(response_id)
+
+        def listed(conversation: bytes) -> bytes:
+            return msgspec.json.encode(list_items(_ITEMS.decode(conversation), number_of(response_id), page))
+
+        return await asyncio.to_thread(listed, content) if len(content) > _LARGE_NBYTES else listed(content)
 
     async def delete(self, response_id: str, account: bytes) -> DeletedResponse:
         """Forgets a response.
@@ -180,6 +197,9 @@ class StoredResponses:
             if is_large:
                 return await asyncio.to_thread(lambda: memory.keep(account, name, encode()))
             return memory.keep(account, name, encode())
+
+    def _not_found(self, response_id: str) -> ApiError:
+        return ApiError(404, self._missing(f"response {response_id[:64]!r}"), code="response_not_found", param="response_id")
 
     def _missing(self, what: str) -> str:
         if self._memory is None:

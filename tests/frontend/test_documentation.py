@@ -44,6 +44,7 @@ def test_keys_are_documented_where_they_are_needed() -> None:
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/input_items",
         "/v1/responses/{response_id}/cancel",
         "/v1/completions",
         "/tokenize",

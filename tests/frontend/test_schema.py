@@ -70,6 +70,7 @@ async def test_every_answer_is_as_documented(open_core: Any, open_server: Any, m
         "POST /v1/messages/count_tokens",
         "GET /v1/responses/{response_id}",
         "DELETE /v1/responses/{response_id}",
+        "GET /v1/responses/{response_id}/input_items",
         "POST /v1/responses/{response_id}/cancel",
         "POST /v1/completions",
         "POST /tokenize",

@@ -11,7 +11,8 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseItem
+from pydantic import TypeAdapter
 
 import shmring
 from shmring.engine.protocol import (
@@ -24,6 +25,7 @@ from shmring.engine.protocol import (
     TextPart,
     ToolCall,
 )
+from shmring.frontend.openai.input_items import _part
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -133,6 +135,46 @@ async def test_a_response_is_returned_cancelled_and_deleted(client: openai.Async
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model="m", input="Two", previous_response_id=made.id)
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+async def test_what_a_response_was_asked_with_is_listed(client: openai.AsyncOpenAI, others: openai.AsyncOpenAI) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    asked: Any = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Go"}, {"type": "text", "text": "on"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "id": "fc_mine"},
+        {"type": "function_call_output", "call_id": "c", "output": "4"},
+    ]
+    first = await client.responses.create(model="m", input=asked, tools=[TOOL])
+    second = await client.responses.create(model="m", input="And?", previous_response_id=first.id)
+    found = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=2)]  # in pages
+    assert [item.type for item in found] == [
+        "message",
+        "message",
+        "function_call",
+        "function_call_output",
+        "message",
+        "message",
+    ]
+    assert [item.id for item in found][2] == "fc_mine"
+    assert found[4].id == first.output[0].id
+    assert len({item.id for item in found}) == len(found)
+    texts = [[part.text for part in item.content] for item in found if item.type == "message"]
+    assert texts == [["Be brief."], ["Go", "on"], ["answer 1"], ["And?"]]
+    for item in found:
+        TypeAdapter(ResponseItem).validate_python(item.model_dump(), strict=True)
+    page = await client.responses.input_items.list(second.id)
+    assert [item.id for item in page.data] == [item.id for item in reversed(found)]
+    assert page.has_more is False
+    written = _part(picture, "input_text")
+    assert written == {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "auto"}
+    for query, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order"), ({"after": "x"}, "after")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.input_items.list(first.id, **query)
+        assert caught.value.param == param
+    for ask in (others.responses.input_items.list(first.id), client.responses.input_items.list("resp_x")):
+        with pytest.raises(openai.NotFoundError):
+            await ask
 
 
 async def test_what_is_streamed_is_there_when_its_last_event_has_come(client: openai.AsyncOpenAI) -> None:
