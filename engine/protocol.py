@@ -50,6 +50,7 @@ __all__ = [
     "VideoSpec",
     "Waveform",
     "checksum_of",
+    "parameters_of",
     "tensor_of",
 ]
 
@@ -185,6 +186,11 @@ def tensor_of(medium: Medium) -> torch.Tensor:
 def checksum_of(tensor: torch.Tensor) -> int:
     """Returns the CRC-32 of a tensor's bytes, which must be contiguous. It releases the interpreter lock."""
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def parameters_of(function: str) -> str:
+    """Returns what the schema of a function's parameters is called in an error."""
+    return f"the parameters of {function!r}"
 
 
 # -- what an executor takes, so that frontends prepare it -----------------------------------------------------------------

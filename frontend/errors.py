@@ -10,6 +10,7 @@ not JSON; not such a request; bad media                400     invalid_json, inv
 a field that is not implemented but changes an answer  400     unsupported_value, unsupported_input
 a task that the model does not do                      400     unsupported_task
 ``ValueError`` or ``ValidationError`` of the executor  400     rejected_by_engine
+``FormRefusedError`` of the executor                 400     rejected_by_engine, with ``param``
 prompt and ``max_tokens`` longer than the model takes  400     context_length_exceeded
 an answer's form is too complex to be gone on with     400     form_too_complex
 no key, or a wrong one                                 401     invalid_api_key
@@ -138,7 +139,7 @@ def api_error_of(error: Exception) -> ApiError:
             return ApiError(400, error.message, code="context_length_exceeded")
         case shmring.RemoteError(type_name="FormError"):
             return ApiError(400, error.message, code="form_too_complex")
-        case shmring.RemoteError(type_name="ValueError" | "ValidationError"):
+        case shmring.RemoteError(type_name="ValueError" | "ValidationError" | "FormRefusedError"):
             return ApiError(400, error.message, code="rejected_by_engine")
         case shmring.RemoteError(type_name="OperatorAbortError"):
             return aborted()

@@ -32,12 +32,13 @@ from shmring.engine.protocol import (
     SamplingParams,
     Text,
     Waveform,
+    parameters_of,
     tensor_of,
 )
 from shmring.engine.tracing import note
 from shmring.frontend.admission import Admitted
 from shmring.frontend.callers import caller
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, api_error_of
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.key_usage import running_usage
 from shmring.frontend.media.sources import MediaSource
@@ -298,7 +299,14 @@ class Inference:
         _check_abilities(generate_requests[0], description, request)
         _check_logprobs(generate_requests)
         ignored = _ignore_strictness(generate_requests[0], description)
-        answer = await self._begin(generate_requests, sources, "messages", description, admitted, request_id, stream=stream)
+        try:
+            answer = await self._begin(generate_requests, sources, "messages", description, admitted, request_id, stream=stream)
+        except shmring.RemoteError as error:
+            if error.type_name != "FormRefusedError":
+                raise
+            refusal = api_error_of(error)
+            refusal.param = _place_of_form(error.message, generate_requests[0], request)
+            raise refusal from None
         answer.facts.ignored = ignored
         return answer
 
@@ -706,6 +714,16 @@ def _check_abilities(request: GenerateRequest, description: ModelDescription, as
         text = f"the model {description.model!r} has no chat template whose variables could be set"
         name = "reasoning_effort" if "reasoning_effort" in request.template_options else "chat_template_kwargs"
         raise ApiError(400, text, code="unsupported_value", param=name)
+
+
+def _place_of_form(message: str, request: GenerateRequest, asked: GenerationRequest) -> str:
+    """Returns which part of a caller's request has the form that an executor has refused."""
+    for index, tool in enumerate(request.tools):
+        if parameters_of(tool["function"]["name"]) in message:
+            return f"tools[{index}].function.parameters"
+    if asked.response_format is not None:
+        return "response_format.json_schema.schema"
+    return "tools" if asked.structured_outputs is None else "structured_outputs"
 
 
 def _ignore_strictness(request: GenerateRequest, description: ModelDescription) -> list[str]:

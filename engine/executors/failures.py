@@ -6,7 +6,7 @@ import traceback
 
 from shmring.core.loggers import logger_of
 from shmring.engine.answers import without_frames
-from shmring.engine.executors.interface import ContextLengthError, FormError, OverloadedError
+from shmring.engine.executors.interface import ContextLengthError, FormError, FormRefusedError, OverloadedError
 
 __all__ = ["report", "shortened"]
 
@@ -29,7 +29,7 @@ def report(error: Exception, at_fault: tuple[type[Exception], ...] = (ValueError
         error: because of which a request fails.
         at_fault: kinds of errors that say what is wrong with a request.
     """
-    if isinstance(error, ContextLengthError | FormError | OverloadedError):
+    if isinstance(error, ContextLengthError | FormError | FormRefusedError | OverloadedError):
         return without_frames(error)
     if not isinstance(error, at_fault):
         logger.error("a request failed\n%s", "".join(traceback.format_exception(error)))

@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from shmring.engine.protocol import MAX_CHOICES, MAX_FORM_CHARACTERS, StructuredOutputsParams
+from shmring.engine.executors.interface import FormRefusedError
+from shmring.engine.protocol import MAX_CHOICES, MAX_FORM_CHARACTERS, StructuredOutputsParams, parameters_of
 
 __all__ = [
     "Form",
@@ -100,7 +101,7 @@ def form_of_answer_or_calls(
         raise ValueError("an answer that may call tools has a form of JSON, or none")
     answer = msgspec.json.decode(text)
     if not isinstance(answer, dict):
-        raise ValueError("the form of the answer can't be compiled: a schema is a JSON object")
+        raise FormRefusedError("the form of the answer can't be compiled: a schema is a JSON object")
     opening, closing = _marks_of(template)
     more = f" (BREAK? call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
     start = f"start: call{more} | answer\ncall: opening"
@@ -157,7 +158,7 @@ def schemas_of(form: Form) -> list[tuple[str, str]]:
     if kind == "calls":
         _, _, schemas, answer = json.loads(text)
         answers = [] if answer is None else [("the schema", json.dumps(answer))]
-        return [*((f"the parameters of {name!r}", json.dumps(schema)) for name, schema in schemas), *answers]
+        return [*((parameters_of(name), json.dumps(schema)) for name, schema in schemas), *answers]
     return [("the schema", text)] if kind == "json" else []
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "ExecutorDeadError",
     "ExecutorOptions",
     "FormError",
+    "FormRefusedError",
     "OverloadedError",
     "StepInput",
     "StepOutput",
@@ -71,6 +72,11 @@ class ContextLengthError(ValueError):
         if room < 1 or (max_tokens is not None and max_tokens > room):
             raise cls(prompt_tokens, max_tokens, max_model_len)
         return room if max_tokens is None else max_tokens
+
+
+class FormRefusedError(ValueError):
+    """An answer can't have the form that is asked for. Its text says why, and names the schema that is at fault as
+    :func:`~shmring.engine.protocol.parameters_of` does, if it is that of a function."""
 
 
 class FormError(ValueError):

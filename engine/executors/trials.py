@@ -31,7 +31,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from shmring.engine.executors.forms import Form, quoted, schemas_of, write_grammar
-from shmring.engine.executors.interface import OverloadedError
+from shmring.engine.executors.interface import FormRefusedError, OverloadedError
 from shmring.engine.executors.shared_threads import SharedThreads
 from shmring.engine.form_faults import explained
 from shmring.engine.trial_process import MAX_MESSAGE_NBYTES
@@ -186,7 +186,7 @@ class Trials:
         """Looks at a trial that has ended, and leaves it.
 
         Raises:
-            ValueError: the form can't be.
+            FormRefusedError: the form can't be.
             OverloadedError: it had no turn on a busy machine.
             RuntimeError: it can't be tried.
         """
@@ -314,9 +314,9 @@ class _TrialProcess:
         self._control = self._process = None
 
 
-def refused(fault: object) -> ValueError:
+def refused(fault: object) -> FormRefusedError:
     """Returns the error of a form that can't be."""
-    return ValueError(f"the form of the answer can't be compiled: {explained(str(fault))[:_MAX_ERROR_CHARACTERS]}")
+    return FormRefusedError(f"the form of the answer can't be compiled: {explained(str(fault))[:_MAX_ERROR_CHARACTERS]}")
 
 
 def _told(text: str) -> str:

@@ -107,10 +107,11 @@ def try_openai(url: str, model: str) -> None:
             response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "cat"}}},
         )
     except openai.BadRequestError as error:
-        refused = error.body["message"]
+        refused, param = error.body["message"], error.param
     else:
-        refused = ""
+        refused = param = ""
     assert "can't be compiled" in refused
+    assert param == "response_format.json_schema.schema"
 
 
 def try_responses(url: str, model: str) -> None:

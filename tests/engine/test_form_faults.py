@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shmring.engine.executors.interface import ExecutorOptions
+from shmring.engine.executors.interface import ExecutorOptions, FormRefusedError
 from shmring.engine.form_faults import find_place
 from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputsParams, TextPart
 from tests.stepping import answer
@@ -37,7 +37,7 @@ def executor(tiny_model: Callable[..., Path]) -> Iterator[TransformersExecutor]:
 
 def told(executor: TransformersExecutor, structure: StructuredOutputsParams) -> str:
     request = GenerateRequest([ChatMessage("user", [TextPart("Hi")])], sampling=SamplingParams(structured_outputs=structure))
-    with pytest.raises(ValueError, match="the form of the answer can't be compiled: ") as caught:
+    with pytest.raises(FormRefusedError, match="the form of the answer can't be compiled: ") as caught:
         answer(executor, request)
     text = str(caught.value).removeprefix("the form of the answer can't be compiled: ")
     assert not WORDS_OF_THE_LIBRARY.search(text), text

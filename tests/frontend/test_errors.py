@@ -36,6 +36,7 @@ def test_what_is_not_known_is_null() -> None:
         (shmring.RemoteError("ValidationError", "no"), 400, "rejected_by_engine"),
         (shmring.RemoteError("ContextLengthError", "no"), 400, "context_length_exceeded"),
         (shmring.RemoteError("FormError", "no"), 400, "form_too_complex"),
+        (shmring.RemoteError("FormRefusedError", "no"), 400, "rejected_by_engine"),
         (shmring.RemoteError("OverloadedError", "full"), 503, "overloaded"),
         (shmring.RemoteError("PausedError", "paused"), 503, "paused"),
         (shmring.RemoteError("ClosedError", "stopping"), 503, "engine_unavailable"),

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 import shmring
-from shmring.engine.protocol import GenerateReply, InputSpec, ModelDescription, ToolCall
+from shmring.engine.executors.trials import refused
+from shmring.engine.protocol import CAPABILITIES, GenerateReply, InputSpec, ModelDescription, ToolCall, parameters_of
 from tests.tables import for_each
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
@@ -60,6 +61,44 @@ async def test_calls_are_in_a_stream(open_engine: Any, open_app: OpenApp) -> Non
     assert [(made["index"], made["function"]["arguments"]) for made in calls] == [(0, '{"x":1}'), (1, "{}")]
     assert all(made["id"] and made["function"]["name"] == "f" for made in calls)
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+
+
+async def test_a_form_that_is_refused_is_named_where_its_caller_has_written_it(open_engine: Any, open_app: OpenApp) -> None:
+    fault = ""
+
+    async def refuse(claim: shmring.Claim) -> None:
+        raise refused(fault)
+
+    abilities = {"strict_tools": True, "capabilities": CAPABILITIES}
+    http = await open_app(await open_engine(refuse, msgspec.structs.replace(TALKING, **abilities)))
+    schema = {"type": "object"}
+    chat = BODY | {"tools": [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("ff", "f")]}
+    responses: dict[str, Any] = {"model": "m", "input": "Hi"}
+    of_responses = {"tools": [{"type": "function", "name": name, "parameters": schema} for name in ("ff", "f")]}
+    messages = {"model": "m", "max_tokens": 9, "messages": BODY["messages"]}
+    of_messages = {"tools": [{"name": name, "input_schema": schema} for name in ("ff", "f")]}
+    plain = {name: value for name, value in BODY.items() if name != "tools"}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    text = {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
+    output_config = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    of_function, of_answer = f"no (in {parameters_of('f')}, at #)", "no (in the schema, at #)"
+    for path, body, fault, param in (
+        ("chat/completions", chat, of_function, "tools[1].function.parameters"),
+        ("chat/completions", chat | {"stream": True}, of_function, "tools[1].function.parameters"),
+        ("chat/completions", chat, "it takes more than 10 s", "tools"),
+        ("chat/completions", plain | {"response_format": form}, of_answer, "response_format.json_schema.schema"),
+        ("chat/completions", chat | {"response_format": form}, of_answer, "response_format.json_schema.schema"),
+        ("chat/completions", plain | {"structured_outputs": {"regex": "("}}, "no", "structured_outputs"),
+        ("responses", responses | of_responses, of_function, "tools[1].parameters"),
+        ("responses", responses | text, of_answer, "text.format.schema"),
+        ("messages", messages | of_messages, of_function, "tools[1].input_schema"),
+        ("messages", messages | output_config, of_answer, "output_config.format.schema"),
+    ):
+        answer = await http.post(f"/v1/{path}", json=body)
+        error = answer.json()["error"]
+        assert answer.status_code == 400, (path, error)
+        assert error["message"] == f"the form of the answer can't be compiled: {fault}"
+        assert error.get("param") == param, path
 
 
 @pytest.mark.parametrize("can_keep", [True, False])
