@@ -34,7 +34,7 @@ EXECUTORS = {
     "fingerprints": "shmring.engine.executors.fingerprints:FingerprintsExecutor",
     "synthetic": "shmring.engine.executors.synthetic:SyntheticExecutor",
     "transformers": "shmring.engine.executors.speech:executor_for",
-    "vllm": "shmring.engine.executors.vllm:VllmExecutor",
+    "vllm": "shmring.engine.executors.vllm_speech:executor_for",
 }
 
 DEFAULT_EXECUTOR = "fingerprints"

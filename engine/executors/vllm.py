@@ -66,7 +66,7 @@ from shmring.engine.protocol import (
 )
 from shmring.integrations.promises import broken, parameters_differ, uses_are_missing
 
-__all__ = ["CHECKS", "VllmExecutor", "find_engine"]
+__all__ = ["CHECKS", "VllmExecutor", "find_engine", "share_seconds", "start_engine", "step_engine"]
 
 logger = logger_of("shmring.engine.executors.vllm")
 
@@ -180,13 +180,10 @@ class VllmExecutor:
     """
 
     def __init__(self, options: ExecutorOptions) -> None:
-        # vLLM reads these when it is imported. Its engine is to be in this process, and its log is to be ours.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-        if not options.model:
-            raise ValueError("the vllm executor needs a model: a directory, or a name on the Hugging Face hub")
+        # Of vLLM's libraries for forms, the one that counts what it does; each form is tried first.
+        self._engine = start_engine(options, {"structured_outputs_config": {"backend": "guidance"}})
+        assert options.model is not None
         self._name = model_name(options.model)
-        self._engine = _start(options)
         self._builder = RequestBuilder(self._name, self._engine, options.mm_processor_kwargs)
         config, tasks = self._engine.model_config, self._engine.get_supported_tasks()
         can = {
@@ -240,7 +237,7 @@ class VllmExecutor:
             weights = {number: request.weight for number, request in self._requests.items() if request.names}
             began = time.perf_counter()
             outputs |= self._step()
-            outputs |= _shared(outputs, weights, time.perf_counter() - began)
+            outputs |= share_seconds(outputs, weights, time.perf_counter() - began)
         elif any(output is _WAITS for output in outputs.values()):
             trials = [request.trial.future for request in self._requests.values() if request.trial is not None]
             self._preparing.wait(outputs, trials)
@@ -386,13 +383,7 @@ class VllmExecutor:
 
     def _step(self) -> dict[int, StepOutput | Exception]:
         """Executes a step; returns the outputs of the requests for which something came of it."""
-        try:
-            made = self._engine.step()
-        except Exception as error:  # noqa: BLE001 - any error of vLLM's engine is its end
-            logger.critical("vLLM's engine has failed\n%s", traceback.format_exc())
-            raise ExecutorDeadError(f"vLLM's engine has failed: {type(error).__name__}: {shortened(error)}") from None
-        if not made:
-            time.sleep(_PAUSE_S)
+        made = step_engine(self._engine)
         replies: dict[int, list[GenerateReply]] = {}
         outputs: dict[int, StepOutput | Exception] = {}
         for output in made:
@@ -417,7 +408,23 @@ class VllmExecutor:
         return outputs
 
 
-def _shared(
+def step_engine(engine: Any) -> list[Any]:
+    """Executes a step of vLLM's; returns what came of it.
+
+    Raises:
+        ExecutorDeadError: it has failed.
+    """
+    try:
+        made: list[Any] = engine.step()
+    except Exception as error:  # noqa: BLE001 - any error of vLLM's engine is its end
+        logger.critical("vLLM's engine has failed\n%s", traceback.format_exc())
+        raise ExecutorDeadError(f"vLLM's engine has failed: {type(error).__name__}: {shortened(error)}") from None
+    if not made:
+        time.sleep(_PAUSE_S)
+    return made
+
+
+def share_seconds(
     outputs: Mapping[int, StepOutput | Exception], weights: Mapping[int, int], seconds: float
 ) -> dict[int, StepOutput | Exception]:
     """Returns the outputs of requests with what they took of a step."""
@@ -499,8 +506,21 @@ def _next_inputs(request: EncodeRequest, start: int) -> Sequence[Text | Medium]:
     return items
 
 
-def _start(options: ExecutorOptions) -> Any:
-    """Starts vLLM's engine."""
+def start_engine(options: ExecutorOptions, defaults: Mapping[str, Any]) -> Any:
+    """Starts vLLM's engine.
+
+    Args:
+        options: of an executor.
+        defaults: arguments of the engine that are not among the options.
+
+    Raises:
+        ImportError, OSError, ValueError: as :class:`VllmExecutor`.
+    """
+    # vLLM reads these when it is imported. Its engine is to be in this process, and its log is to be ours.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    if not options.model:
+        raise ValueError("the vllm executor needs a model: a directory, or a name on the Hugging Face hub")
     try:
         vllm = importlib.import_module("vllm")
     except ModuleNotFoundError as error:
@@ -512,11 +532,8 @@ def _start(options: ExecutorOptions) -> Any:
     if unknown := sorted(set(options.options) - known):
         elsewhere = " here; it has an option of its own" if unknown[0] in _SAID_ELSEWHERE else ""
         raise ValueError(f"vLLM's engine takes no argument {unknown[0]!r}{elsewhere}")
-    assert options.model is not None
     path = Path(options.model).expanduser()
-    # Of vLLM's libraries for forms, the one that counts what it does; each form is tried first.
-    defaults = {"structured_outputs_config": {"backend": "guidance"}}
-    given = defaults | dict(options.options) | {"mm_processor_kwargs": dict(options.mm_processor_kwargs) or None}
+    given = dict(defaults) | dict(options.options) | {"mm_processor_kwargs": dict(options.mm_processor_kwargs) or None}
     try:
         config = arguments(model=str(path) if path.is_dir() else options.model, **given).create_engine_config()
         executor = importlib.import_module("vllm.v1.executor").Executor.get_class(config)

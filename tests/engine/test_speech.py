@@ -106,7 +106,13 @@ def test_a_window_is_written_as_transformers_writes_it(
     model, processor = reference
     chosen: list[int] = []
     choose = executor._next_token
-    monkeypatch.setattr(executor, "_next_token", lambda *arguments: chosen.append(choose(*arguments)) or chosen[-1])
+
+    def note(*arguments: Any) -> tuple[int, float]:
+        token, logprob = choose(*arguments)
+        chosen.append(token)
+        return token, logprob
+
+    monkeypatch.setattr(executor, "_next_token", note)
     request = ask(30.0, task=task, language=language)
     executor.execute([StepInput(9, request)])
     window = executor._transcripts[9].window
@@ -180,10 +186,9 @@ def write(
     ]
     left = iter(script)
 
-    def choose(_: Any, window: Any) -> int:
+    def choose(_: Any, window: Any, __: Any) -> tuple[int, float]:
         window.no_speech = no_speech
-        window.logprobs.append(-2.0)
-        return next(left)
+        return next(left), -2.0
 
     monkeypatch.setattr(executor, "_next_token", choose)
     segments = segments_of(hear(executor, ask(seconds, language="en")))
@@ -220,7 +225,7 @@ def test_windows_begin_where_sentences_end(
 def test_of_silence_nothing_is_written(executor: SpeechExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the model is sure of what it wrote."""
     assert write(executor, monkeypatch, 40.0, "0 a 20 .", "0 a 9 .", no_speech=0.7) == []
-    monkeypatch.setattr("shmring.engine.executors.speech._LEAST_LOGPROB", -3.0)
+    monkeypatch.setattr("shmring.engine.executors.speech_windows._LEAST_LOGPROB", -3.0)
     assert len(write(executor, monkeypatch, 40.0, "0 a 20 .", "0 a 9 .", no_speech=0.7)) == 2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shmring.engine.executors.interface import StepOutput, priced
-from shmring.engine.executors.vllm import _Answer, _Request, _shared
+from shmring.engine.executors.vllm import _Answer, _Request, share_seconds
 
 
 def request(prompt_tokens: int, *completion_tokens: int) -> _Request:
@@ -23,9 +23,9 @@ def test_a_prompt_weighs_its_tokens_and_answers_one_each() -> None:
 
 def test_a_steps_time_is_shared_by_weight_among_those_whom_vllm_has() -> None:
     outputs = {1: StepOutput(finished=False), 2: StepOutput(finished=False), 3: ValueError("wrong"), 4: StepOutput()}
-    shared = _shared(outputs, {1: 90, 2: 5, 3: 5}, 2.0)
+    shared = share_seconds(outputs, {1: 90, 2: 5, 3: 5}, 2.0)
     assert {number: output.seconds for number, output in shared.items() if isinstance(output, StepOutput)} == {1: 1.8, 2: 0.1}
-    assert _shared(outputs, {}, 2.0) == {}
+    assert share_seconds(outputs, {}, 2.0) == {}
 
 
 def test_what_a_request_took_in_several_places_is_added_up() -> None:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,9 @@ GREEDY: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0, "extra_body": 
 
 
 @contextlib.contextmanager
-def serving(name: str, model: Path, directory: Path) -> Iterator[ServerProcess]:
+def serving(name: str, model: Path, directory: Path, engine: Mapping[str, Any] = ENGINE) -> Iterator[ServerProcess]:
     arguments = [
-        *(str(model), "--executor", "vllm", "--executor-options", json.dumps(ENGINE), "--port", "0"),
+        *(str(model), "--executor", "vllm", "--executor-options", json.dumps(engine), "--port", "0"),
         *("--name", name, "--socket-dir", str(directory), "--api-server-count", "2", "--start-timeout", str(START_S)),
     ]
     environment = os.environ | QUIET_ENVIRONMENT
@@ -77,8 +77,8 @@ def seen(model: Path) -> dict[str, Any]:
     return run_program(str(model))
 
 
-def run_program(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.vllm.hosted", *arguments]
+def run_program(*arguments: str, program: str = "tests.vllm.hosted") -> dict[str, Any]:
+    command = [sys.executable, "-m", program, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 0, done.stderr[-4000:]
     [line] = re.findall(r"^seen (.*)$", done.stdout, re.MULTILINE)

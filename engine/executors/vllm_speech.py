@@ -1,0 +1,266 @@
+"""The executor ``vllm`` with a speech model: recordings into text, as :mod:`.speech_windows` says. The models are Whisper's.
+
+Each window is a request of vLLM's, so the windows of all recordings share its steps. What the model hears of a window is made
+of its samples beside steps. vLLM then writes the language and the task, which are given, and the text, by the rules of marks of
+time (:mod:`.vllm_marks`). So the model hears each window once. How likely it is that nobody speaks is how likely the token for
+that was in the place of the language.
+
+How likely a token was is said before these rules here, since vLLM says it so; the executor ``transformers`` says it after them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shmring.engine.executors.checkpoint import SPEECH_MODEL, find_model_type
+from shmring.engine.executors.failures import report
+from shmring.engine.executors.interface import ExecutorDeadError, ExecutorOptions, StepInput, StepOutput, priced
+from shmring.engine.executors.preparing import MEDIA, Preparing
+from shmring.engine.executors.speech_windows import SpeechModel, Transcript, load_generation_config
+from shmring.engine.executors.vllm import VllmExecutor, share_seconds, start_engine, step_engine
+from shmring.engine.executors.vllm_requests import model_name
+from shmring.engine.protocol import GenerateReply, ModelDescription
+
+__all__ = ["VllmSpeechExecutor", "executor_for"]
+
+_MARKS = "shmring.engine.executors.vllm_marks"  # imports vLLM
+
+_GOES_ON = StepOutput(finished=False)
+
+
+def executor_for(options: ExecutorOptions) -> VllmSpeechExecutor | VllmExecutor:
+    """Makes the executor ``vllm`` that a model needs; as its constructor."""
+    return VllmSpeechExecutor(options) if find_model_type(options.model) == SPEECH_MODEL else VllmExecutor(options)
+
+
+@dataclasses.dataclass
+class _Request:
+    """A request that runs.
+
+    Attributes:
+        transcript: of it, so far.
+        owner: whose it is.
+        first: for each of the next tokens, those that it may be; none: the text is written.
+        name: what vLLM knows the window by; None: vLLM has not got it.
+        windows: how many vLLM was given.
+        is_heard: whether vLLM has heard the window, and has begun to write.
+        finds_language: whether the window is heard only for its language.
+    """
+
+    transcript: Transcript
+    owner: str
+    first: list[list[int]] = dataclasses.field(default_factory=list)
+    name: str | None = None
+    windows: int = 0
+    is_heard: bool = False
+    finds_language: bool = False
+
+
+class VllmSpeechExecutor:
+    """Writes down what is said in recordings, with a Whisper model in vLLM's engine.
+
+    Args:
+        options: as for :class:`~shmring.engine.executors.vllm.VllmExecutor`.
+
+    Raises:
+        ImportError, OSError, ValueError: as there; or the model lacks something that such models have.
+    """
+
+    def __init__(self, options: ExecutorOptions) -> None:
+        if "logits_processors" in options.options:
+            raise ValueError("with a speech model, logits_processors are the executor's own")
+        # Before vLLM is imported. Its other runner takes no logits processors of this kind.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        self._engine = start_engine(options, {"logits_processors": [f"{_MARKS}:Marks"]})
+        assert options.model is not None
+        self._argument: str = importlib.import_module(_MARKS).ARGUMENT
+        self._params = importlib.import_module("vllm").SamplingParams
+        self._delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
+        config = load_generation_config(options.model)
+        eos = config.eos_token_id
+        self._eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos)
+        self._max_model_len: int = self._engine.model_config.max_model_len
+        self._speech = SpeechModel(
+            model_name(options.model),
+            self._engine.renderer.get_tokenizer(),
+            self._engine.renderer.mm_processor.info.get_feature_extractor(),
+            config,
+            self._eos_token_ids,
+            self._max_model_len,
+        )
+        self._max_num_seqs: int = self._engine.vllm_config.scheduler_config.max_num_seqs
+        self._heard_tokens: int = self._engine.model_config.hf_config.max_source_positions
+        self._preparing = Preparing[dict[str, Any]]()
+        self._requests: dict[int, _Request] = {}
+
+    def describe(self) -> ModelDescription:
+        """Says what it does."""
+        return self._speech.describe("vllm", self._max_num_seqs, pauses=False)
+
+    def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
+        """Gives vLLM the windows that are ready, and executes a step of it.
+
+        Raises:
+            ExecutorDeadError: vLLM's engine has failed.
+        """
+        outputs: dict[int, StepOutput | Exception] = {}
+        for part in batch:
+            try:
+                outputs[part.request_id] = self._enter(part)
+            except ExecutorDeadError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
+                self.forget(part.request_id)
+                outputs[part.request_id] = report(error)
+        if self._engine.has_unfinished_requests():
+            weights = {number: self._weight(request) for number, request in self._requests.items() if request.name is not None}
+            began = time.perf_counter()
+            outputs |= self._step()
+            outputs |= share_seconds(outputs, weights, time.perf_counter() - began)
+        else:
+            self._preparing.wait(outputs)
+        return [priced(outputs[part.request_id], self._preparing.take_seconds(part.request_id)) for part in batch]
+
+    def forget(self, request_id: int) -> None:
+        """Ends a request in vLLM's engine, unless it has ended."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        self._preparing.forget(request_id)
+        self._end_window(request)
+
+    def close(self) -> None:
+        """Ends vLLM's workers, if it has any, and gives the memory of accelerators back; the rest goes with the process."""
+        self._preparing.close()
+        self._engine.model_executor.shutdown()
+
+    # -- what comes --------------------------------------------------------------------------------------------------------
+
+    def _enter(self, part: StepInput) -> StepOutput:
+        """Has the next window of a request prepared, or gives it to vLLM."""
+        request = self._requests.get(part.request_id)
+        if request is None:
+            if part.payload is None:
+                raise RuntimeError(f"request {part.request_id} goes on, and was not begun")
+            request = self._requests[part.request_id] = _Request(self._speech.begin(part.payload), part.payload.owner)
+        if request.name is None:
+            if part.request_id not in self._preparing:
+                prompt = self._begin_window(request)
+                work = functools.partial(self._prepare, self._speech.samples_of(request.transcript), prompt)
+                self._preparing.begin(part.request_id, work, 0, MEDIA, request.owner)
+            if (prepared := self._preparing.take(part.request_id)) is not None:
+                self._add(part.request_id, request, prepared)
+        return _GOES_ON
+
+    def _begin_window(self, request: _Request) -> list[int]:
+        """Returns the tokens before those that vLLM writes of the next window."""
+        transcript = request.transcript
+        # What was said before says nothing of the language: it is found without.
+        request.finds_language = self._speech.must_find_language(transcript)
+        if request.finds_language:
+            request.first = [list(self._speech.languages.values())]
+            return [self._speech.begin_of_text]
+        window = self._speech.open(transcript)
+        places = self._speech.places(transcript)
+        request.first = [[token] for token in places]
+        return window.tokens[: len(window.tokens) - len(places)]
+
+    def _prepare(self, samples: torch.Tensor, prompt: list[int]) -> dict[str, Any]:
+        """Makes of samples what the model hears."""
+        sound = {"prompt": "", "multi_modal_data": {"audio": (samples.numpy(), self._speech.sample_rate)}}
+        whole = {"encoder_prompt": sound, "decoder_prompt": {"prompt_token_ids": prompt}}
+        renderer = self._engine.renderer
+        [inputs] = renderer.render_cmpl([whole], renderer.default_cmpl_tok_params)
+        # vLLM puts the begin of the text before a prompt that begins with anything else, such as what was said before.
+        inputs["decoder_prompt"]["prompt_token_ids"] = prompt
+        return dict(inputs)
+
+    def _add(self, request_id: int, request: _Request, inputs: dict[str, Any]) -> None:
+        transcript = request.transcript
+        room = self._max_model_len - len(inputs["decoder_prompt"]["prompt_token_ids"])
+        params = self._params(
+            temperature=0.0 if request.finds_language else transcript.temperature,
+            seed=int(torch.randint(1 << 62, (), generator=transcript.generator)),
+            max_tokens=1 if request.finds_language else room,
+            stop_token_ids=sorted(self._eos_token_ids),
+            logprob_token_ids=[self._speech.no_speech],
+            extra_args={self._argument: list(request.first)},
+            detokenize=False,
+            output_kind=self._delta,
+        )
+        request.name = f"{request_id}-{request.windows}"
+        request.windows += 1
+        request.is_heard = False
+        self._engine.add_request(request.name, inputs, params)
+
+    def _weight(self, request: _Request) -> int:
+        """About what it takes of a step: tokens, and what is heard of a window in its first one."""
+        return 1 if request.is_heard else self._heard_tokens
+
+    # -- what goes ---------------------------------------------------------------------------------------------------------
+
+    def _step(self) -> Mapping[int, StepOutput | Exception]:
+        """Executes a step; returns the outputs of the requests for which something came of it."""
+        outputs: dict[int, StepOutput | Exception] = {}
+        for made in step_engine(self._engine):
+            request_id = int(made.request_id.partition("-")[0])
+            request = self._requests.get(request_id)
+            if request is None or request.name != made.request_id:
+                continue
+            try:
+                outputs[request_id] = output = self._take(request, made.outputs[0])
+            except Exception as error:  # noqa: BLE001 - it fails the request that it is about
+                outputs[request_id] = report(error)
+                self.forget(request_id)
+            else:
+                if output.finished:
+                    self.forget(request_id)
+        return outputs
+
+    def _take(self, request: _Request, piece: Any) -> StepOutput:
+        """Takes what vLLM wrote of a window.
+
+        Raises:
+            RuntimeError: vLLM ended it for another reason than windows end.
+        """
+        if piece.finish_reason not in (None, "stop", "length"):
+            raise RuntimeError(f"vLLM ended the window: {piece.finish_reason}")
+        transcript = request.transcript
+        replies: list[GenerateReply] = []
+        finished = False
+        for token, likely in zip(piece.token_ids, piece.logprobs or [], strict=True):
+            if request.finds_language:
+                transcript.language = next(name for name, each in self._speech.languages.items() if each == token)
+                self._end_window(request)
+                break
+            window = transcript.window
+            assert window is not None
+            if not request.is_heard:
+                window.no_speech = math.exp(likely[self._speech.no_speech].logprob)
+                request.is_heard = True
+            if request.first:
+                request.first.pop(0)
+                continue
+            output = self._speech.take(transcript, token, likely[token].logprob)
+            if isinstance(output.reply, GenerateReply):
+                replies.append(output.reply)
+            finished = output.finished
+            if transcript.window is None:
+                self._end_window(request)
+                break
+        return StepOutput(replies[0] if replies else None, finished=finished, others=replies[1:])
+
+    def _end_window(self, request: _Request) -> None:
+        """Has vLLM forget a window; it knows none of this name if it has ended it itself."""
+        if request.name is not None:
+            self._engine.abort_request([request.name])
+            request.name = None
