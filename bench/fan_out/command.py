@@ -1,8 +1,12 @@
-"""``python -m bench fan-out``: cases, the cells of each, targets, and what is made of a run."""
+"""``python -m bench fan-out``: messages to several workers, beside vLLM's MessageQueue.
+
+The command starts a *host* (:mod:`.host`) for each environment that is needed: its own, and vLLM's for the MessageQueue. A host
+imports once, and forks an engine for each *cell*; the engine forks the workers. So all peers are measured by the same code
+(:mod:`.measuring`), in processes that have nothing but their own peer open. How each sends and receives is in :mod:`.ways`.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -14,7 +18,7 @@ from bench import columns, command_line
 from bench.columns import Column, compare
 from bench.command_line import DIRECTORY
 from bench.fan_out.measuring import Cell, Run
-from bench.fan_out.ways import ARENA, BACKS, CALLERS, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, PUBLISHED, WAYS
+from bench.fan_out.ways import ARENA, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, WAYS
 from bench.machine import ROOT
 from bench.programs import Program
 from bench.repetitions import Measured, Repetitions, Timing, median
@@ -25,7 +29,7 @@ _CELL_LIMIT_S = 150.0  # which ends it all: an engine gives its workers a minute
 
 TITLES = {name: way.title for name, way in WAYS.items()}
 
-STEP, SMALL, MIDDLE, LARGE = SIZES = (256, 4 << 10, 1 << 20, 64 << 20)
+SMALL, MIDDLE, LARGE = SIZES = (4 << 10, 1 << 20, 64 << 20)
 WORKERS = (1, 2, 4, 8)
 CENTRAL = 4  # workers, of which most targets speak
 
@@ -39,13 +43,6 @@ def title(case: Case) -> str:
     return f"{format_nbytes(nbytes)} to {workers} worker{'s' * (workers > 1)}"
 
 
-def measurable(subject: str, nbytes: int) -> bool:
-    """Whether a subject is measured with tensors of this size: the arena takes what no chunk of the queue holds."""
-    if nbytes == STEP:
-        return WAYS[subject].gathers
-    return not WAYS[subject].only_steps and (subject != ARENA or nbytes >= LARGE)
-
-
 def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
     is_central = workers == CENTRAL and nbytes == SMALL
     return Cell(
@@ -54,8 +51,7 @@ def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
         nbytes,
         seconds,
         steps=max(20, min(300, round(seconds * 600))) if nbytes < LARGE else 20,
-        gathers=nbytes <= SMALL and WAYS[subject].gathers,
-        sleeps=nbytes == STEP,
+        gathers=nbytes == SMALL and WAYS[subject].gathers,
         rests=is_central and subject in (OURS, MESSAGE_QUEUE),
         stops=is_central and subject == OURS,
     )
@@ -92,12 +88,6 @@ def _steady(measured: Measured) -> Numbers:
 
 
 _EVERY = {f"{format_nbytes(nbytes)} to {count}": (count, nbytes) for nbytes in (SMALL, MIDDLE, LARGE) for count in WORKERS}
-_OF_A_STEP = {
-    "a gather's p50": "gather_us",
-    "a gather's engine CPU": "gather_engine_us",
-    "a gather's p50, asleep,": "asleep_us",
-    "a gather's engine CPU, asleep,": "asleep_engine_us",
-}
 
 #: In the order of the table.
 TARGETS = (
@@ -114,18 +104,9 @@ TARGETS = (
     Target("messages/s in place, 4 KB and 64 MB, of the other", "any workers", 1.5, "x", _steady, at_least=False),
     _sooner("p50 to the last worker, asleep,", 0.8, OURS, MESSAGE_QUEUE, "last_us"),
     _sooner("p50 to the last worker, polling,", 0.7, POLLING, MESSAGE_QUEUE, "last_us"),
-    _sooner("p50 to the last worker, asleep,", 0.65, OURS, PUBLISHED, "last_us"),
     Target(
         f"gathers/s with busy_poll_s, of {_QUEUE}", "4 KB, 1, 2, 4 workers", 3, "x",
         ratios(POLLING, MESSAGE_QUEUE, "gathers_per_s", _to(SMALL, 1, 2, 4)),
-    ),
-    *(
-        Target(
-            f"{what} of {TITLES[ours]}, of {_QUEUE}", "a step, 1, 2, 4 workers", 1, "x",
-            ratios(ours, MESSAGE_QUEUE, number, _to(STEP, 1, 2, 4)), at_least=False,
-        )
-        for ours in (CALLERS, BACKS)
-        for what, number in _OF_A_STEP.items()
     ),
     _sooner("engine's CPU a message,", 0.4, OURS, MESSAGE_QUEUE, "engine_us"),
     _alone("CPU of the workers in the second after a message", 5, "%", "awake_percent"),
@@ -145,8 +126,6 @@ _COLUMNS = (
     columns.median("gathers/s", "gathers_per_s"),
     columns.median("a gather, p50 us", "gather_us"),
     columns.median("its engine CPU us", "gather_engine_us"),
-    columns.median("asleep, p50 us", "asleep_us"),
-    columns.median("asleep, engine CPU us", "asleep_engine_us"),
     columns.median("awake %", "awake_percent", 1),
     columns.median("idle %", "idle_percent", 2),
 )
@@ -155,7 +134,7 @@ _COLUMNS = (
 def report(measured: Measured, coverage: Coverage) -> Findings:
     notes = [
         "One message every 2 ms: the time until the last worker has it, and its CPU. Medians of interleaved repetitions.",
-        "Gathers follow each other at once. Where workers sleep, there is one every 1.2 s.",
+        "Gathers follow each other at once.",
         "Awake, idle: CPU of all workers in the second after a message, and without messages, of one core.",
     ]
     return Findings(
@@ -176,37 +155,20 @@ def host(python: str | Path) -> Program:
     return Program([str(python), "-m", "bench.fan_out.host"], environment, _CELL_LIMIT_S)
 
 
-def _missing(environment: Path) -> dict[str, str]:
-    """What can't be measured here, and why."""
-    missing = {}
-    for name, way in WAYS.items():
-        if way.needs == "vllm":
-            if (lacking := command_line.missing_program(environment, "vllm", "vLLM")) is not None:
-                missing[name] = lacking
-        elif way.needs and importlib.util.find_spec(way.needs) is None:
-            missing[name] = f"{way.needs} is not installed"
-    return missing
-
-
 @command_line.benchmark("fan-out", Timing(6, 0.3))
-@command_line.repeatable("--workers", "workers", click.IntRange(1, 32), "Processes", "1, 2, 4, 8")
-@command_line.size_option("256, 4KiB, 1MiB, 64MiB")
-@command_line.repeatable("--subject", "subjects", WAYS, "What sends")
 @click.option("--environment", default=ROOT / ".venv-vllm", type=DIRECTORY, help="Which has vLLM; see `make test-vllm`.")
-def fan_out_command(
-    timing: Timing, workers: tuple[int, ...], sizes: tuple[int, ...], subjects: tuple[str, ...], environment: Path
-) -> Findings:
+def fan_out_command(timing: Timing, environment: Path) -> Findings:
     """Messages to workers: how many a second, when the last worker has one, and what they cost."""
-    chosen = [subject for subject in WAYS if not subjects or subject in subjects]
-    cases = [(number, nbytes) for nbytes in sizes or SIZES for number in workers or WORKERS]
-    of_cases = {case: [subject for subject in chosen if measurable(subject, case[1])] for case in cases}
+    cases = [(number, nbytes) for nbytes in SIZES for number in WORKERS]
+    # The arena takes what no chunk of the queue holds.
+    of_cases = {case: [subject for subject in WAYS if subject != ARENA or case[1] == LARGE] for case in cases}
     runs = Repetitions[Case, Run](of_cases, timing.repetitions, title)
-    for subject, reason in _missing(environment).items():
-        runs.fail(cases, [subject], reason, Status.EXCLUDED)
+    if (lacking := command_line.missing_program(environment, "vllm", "vLLM")) is not None:
+        runs.fail(cases, [subject for subject, way in WAYS.items() if way.of_vllm], lacking, Status.EXCLUDED)
     with host(sys.executable) as own, host(environment / "bin" / "python") as of_vllm:
 
         def play(case: Case, subject: str) -> Run:
-            its_host = of_vllm if WAYS[subject].needs == "vllm" else own
+            its_host = of_vllm if WAYS[subject].of_vllm else own
             return its_host.order(planned(subject, *case, timing.timed_s), Run)
 
         runs.measure(cases, play, TITLES)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import tempfile
 from collections.abc import Callable
 from multiprocessing.context import ForkProcess
-from pathlib import Path
 
 from bench.children import BenchError, settle
 from bench.fan_out.measuring import Cell, Run, Stamps, measure
 from bench.fan_out.ways import WAYS
 from bench.programs import orders
-from shmring.memory.slab import SHM_DIRECTORY
 
 
 def _play(cell: Cell, directory: str, answer: Callable[[object], None]) -> None:
@@ -29,11 +28,8 @@ def _play(cell: Cell, directory: str, answer: Callable[[object], None]) -> None:
 
 
 def _main() -> None:
-    for module in ("zmq", "iceoryx2", "vllm.distributed.device_communicators.shm_broadcast"):
-        try:
-            importlib.import_module(module)  # or each engine would, and each worker
-        except ImportError:
-            continue
+    with contextlib.suppress(ImportError):  # or each engine would, and each worker
+        importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
     settle()
     for cell, answer in orders(Cell):
         with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
@@ -42,8 +38,6 @@ def _main() -> None:
             engine.join()
             if engine.exitcode:
                 answer(BenchError(f"the engine ended with {engine.exitcode}"))
-        for path in SHM_DIRECTORY.glob(f"{Path(directory).name}*"):  # iceoryx2 leaves some behind, by intent
-            path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

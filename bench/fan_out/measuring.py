@@ -36,8 +36,6 @@ _MOST = 1 << 18  # messages of a cell
 _WARM_UP = 16  # so that memory which is used in turn was touched
 _ITEM = 7  # the first of each tensor
 _REST_S = 1.0
-_ASLEEP_S = 1.2  # after which nobody looks any more: the MessageQueue's readers do for a second
-_SLEEPS = 5
 _SPUN_S = 0.3  # beyond which nobody still looks whom the last message has kept awake for a second
 _ROUNDS = 3  # of stopping a worker
 _STOPPED_STEPS = 32  # of each: less than it may have unread
@@ -49,7 +47,7 @@ class Cell(msgspec.Struct, frozen=True):
     Attributes:
         seconds: of the flood, and of the gathers.
         steps: messages of the pace.
-        gathers, sleeps: whether replies are measured, too, and after pauses.
+        gathers: whether replies are measured, too.
         rests: whether it is measured what workers take when nothing comes.
         stops: whether one worker is stopped for a while.
     """
@@ -60,7 +58,6 @@ class Cell(msgspec.Struct, frozen=True):
     seconds: float
     steps: int
     gathers: bool = False
-    sleeps: bool = False
     rests: bool = False
     stops: bool = False
 
@@ -74,7 +71,6 @@ class Run(msgspec.Struct, frozen=True):
         engine_us, worker_us: CPU time of the engine, and of one worker, for each of those; the engine's pauses left out.
         gathers_per_s: how often in a second all replied, one gather after the other.
         gather_us, gather_engine_us: the median time of one, and CPU time of the engine for it.
-        asleep_us, asleep_engine_us: the same two of a gather after a pause in which whoever looks for messages has given up.
         awake_percent, idle_percent: CPU of all workers in the second after a message, and in the one after that, of one core.
         stopped_ratio: the median time to the last of the others while one worker is stopped, of that before.
     """
@@ -86,8 +82,6 @@ class Run(msgspec.Struct, frozen=True):
     gathers_per_s: float | None = None
     gather_us: float | None = None
     gather_engine_us: float | None = None
-    asleep_us: float | None = None
-    asleep_engine_us: float | None = None
     awake_percent: float | None = None
     idle_percent: float | None = None
     stopped_ratio: float | None = None
@@ -112,9 +106,6 @@ class Stamps:
         self.times[rank, number] = now_ns
         return False
 
-    def is_ready(self, rank: int) -> None:
-        self.times[rank, 0] = 1
-
 
 class Way:
     """How messages get to workers; one object, which is made before the workers are forked, for all processes of a cell.
@@ -123,17 +114,13 @@ class Way:
 
     Attributes:
         title: in words.
-        needs: a module that must be there.
+        of_vllm: whether it runs in vLLM's environment.
         gathers: whether it brings replies back.
-        only_steps: it has no event loop, as engines with a loop of their own have them; measured with steps that carry nothing.
-        most_unread: messages, where nothing else bounds them.
     """
 
     title: ClassVar[str]
-    needs: ClassVar[str] = ""
+    of_vllm: ClassVar[bool] = False
     gathers: ClassVar[bool] = False
-    only_steps: ClassVar[bool] = False
-    most_unread: ClassVar[int | None] = None
 
     def __init__(self, cell: Cell, directory: str, stamps: Stamps) -> None:
         self.cell, self.directory, self.stamps = cell, directory, stamps
@@ -164,15 +151,6 @@ class Way:
         """All has ended, in the engine's process."""
 
 
-def wait_until_ready(stamps: Stamps) -> None:
-    """For engines that are not told: waits until all workers have said that they are there."""
-    until_s = time.monotonic() + PATIENCE_S
-    while not stamps.times[:, 0].all():
-        if time.monotonic() > until_s:
-            raise TimeoutError("the workers did not come")
-        time.sleep(0.005)
-
-
 class _Measurement:
     def __init__(self, way: Way, workers: Sequence[ForkProcess]) -> None:
         self._way, self._cell, self._times, self._workers = way, way.cell, way.stamps.times, workers
@@ -183,7 +161,7 @@ class _Measurement:
         for _ in range(_WARM_UP):
             await self._send()
         self._settle()
-        asked = {self._gather: cell.gathers, self._gather_asleep: cell.sleeps, self._rest: cell.rests, self._stop: cell.stops}
+        asked = {self._gather: cell.gathers, self._rest: cell.rests, self._stop: cell.stops}
         numbers: dict[str, float] = {}
         for measure in (self._flood, self._pace, *(measure for measure, is_asked in asked.items() if is_asked)):
             numbers |= await measure()
@@ -194,9 +172,6 @@ class _Measurement:
         self._sent += 1
         began_ns = time.monotonic_ns()
         await self._way.send(self._sent)
-        most = self._way.most_unread
-        if most is not None and not self._sent % most:
-            self._settle()
         return began_ns
 
     def _settle(self, ranks: slice = slice(None)) -> int:
@@ -246,28 +221,15 @@ class _Measurement:
         engine_s = time.process_time()
         taken_s = []
         while now_s - began_s < self._cell.seconds and self._sent < _MOST - 4096:
-            await self._gather_once()
+            self._sent += 1
+            replies = await self._way.gather(self._sent)
+            if [reply["number"] for reply in replies] != [self._sent] * self._cell.workers:
+                raise RuntimeError(f"the replies to {self._sent} were {replies}")
             before_s, now_s = now_s, time.perf_counter()
             taken_s.append(now_s - before_s)
         engine_us = (time.process_time() - engine_s) / len(taken_s) * 1e6
         gather_us = statistics.median(taken_s) * 1e6
         return {"gathers_per_s": len(taken_s) / (now_s - began_s), "gather_us": gather_us, "gather_engine_us": engine_us}
-
-    async def _gather_once(self) -> None:
-        self._sent += 1
-        replies = await self._way.gather(self._sent)
-        if [reply["number"] for reply in replies] != [self._sent] * self._cell.workers:
-            raise RuntimeError(f"the replies to {self._sent} were {replies}")
-
-    async def _gather_asleep(self) -> dict[str, float]:
-        taken_s, engine_s = [], []
-        for _ in range(_SLEEPS):
-            await self._way.pause(_ASLEEP_S)
-            began_s, cpu_s = time.perf_counter(), time.process_time()
-            await self._gather_once()
-            taken_s.append(time.perf_counter() - began_s)
-            engine_s.append(time.process_time() - cpu_s)
-        return {"asleep_us": statistics.median(taken_s) * 1e6, "asleep_engine_us": statistics.median(engine_s) * 1e6}
 
     def _workers_s(self) -> float:
         return cpu_s_of(worker.pid for worker in self._workers if worker.pid is not None)

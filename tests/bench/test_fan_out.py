@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from bench.__main__ import main
 from bench.children import BenchError
-from bench.fan_out.command import CENTRAL, LARGE, MIDDLE, SMALL, STEP, host, measurable, planned, report
+from bench.fan_out.command import CENTRAL, LARGE, MIDDLE, SIZES, SMALL, WORKERS, host, planned, report
 from bench.fan_out.measuring import END, Cell, Run, Stamps
-from bench.fan_out.ways import ARENA, BACKS, CALLERS, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, WAYS
+from bench.fan_out.ways import ARENA, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, WAYS
 from bench.programs import Program
 from bench.results import Coverage
 
@@ -40,22 +40,12 @@ def own() -> Iterator[Program]:
         yield own
 
 
-@pytest.mark.parametrize("subject", [OURS, POLLING, IN_PLACE, "torch-queues", "pyzmq-pub-sub", "iceoryx2"])
+@pytest.mark.parametrize("subject", [OURS, POLLING, IN_PLACE])
 def test_every_way_brings_each_message_to_all_workers(own: Program, subject: str) -> None:
-    if WAYS[subject].needs:
-        pytest.importorskip(WAYS[subject].needs)
-    found = own.order(Cell(subject, 2, 4096, seconds=0.02, steps=3, gathers=subject in (OURS, POLLING)), Run)
+    found = own.order(Cell(subject, 2, 4096, seconds=0.02, steps=3, gathers=WAYS[subject].gathers), Run)
     assert found.per_s > 0
     assert found.last_us > 0
-    assert (found.gathers_per_s is not None) is (subject in (OURS, POLLING))
-
-
-@pytest.mark.parametrize("subject", [CALLERS, BACKS])
-def test_steps_are_measured_one_after_the_other_and_asleep(own: Program, subject: str) -> None:
-    found = own.order(Cell(subject, 2, STEP, seconds=0.02, steps=3, gathers=True, sleeps=True), Run)
-    for number in (found.gather_us, found.gather_engine_us, found.asleep_us, found.asleep_engine_us):
-        assert number is not None
-        assert number > 0
+    assert (found.gathers_per_s is not None) is WAYS[subject].gathers
 
 
 def test_rest_and_a_stopped_worker_are_measured(own: Program) -> None:
@@ -99,28 +89,22 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
     played: list[str] = []
 
     def play(program: Program, cell: Cell, kind: type[Run]) -> Run:
-        played.append(cell.subject)
-        if cell.subject == "torch-queues":
+        if (cell.workers, cell.nbytes) == (1, SMALL):
+            played.append(cell.subject)
+        if cell.subject == POLLING:
             raise BenchError("no descriptors are left")
         return run(200.0 if cell.subject == OURS else 50.0)
 
     monkeypatch.setattr(Program, "order", play)
     path = tmp_path / "fan-out.json"
-    options = ["--workers", "1", "--size", "4KiB", "--repetitions", "2", "--environment", str(tmp_path), "--json", str(path)]
-    subjects = [word for name in (OURS, "torch-queues", "pyzmq-pub-sub") for word in ("--subject", name)]
-    done = CliRunner().invoke(main, ["fan-out", *options, *subjects])
+    done = CliRunner().invoke(main, ["fan-out", "--repetitions=2", f"--environment={tmp_path}", f"--json={path}"])
     assert done.exit_code == 3, done.output
     assert "no descriptors are left" in done.stdout
-    assert played == [OURS, "torch-queues", "pyzmq-pub-sub", "pyzmq-pub-sub", OURS]  # in turns; what fails is not tried again
-    stored = json.loads(path.read_bytes())
-    assert (stored["mode"], len(stored["coverage"]["gaps"])) == ("fan-out", 1)
-    assert stored["tables"][0]["rows"][0][:3] == ["4 KB to 1 worker", WAYS[OURS].title, "200"]
-
-
-def test_an_environment_without_vllm_is_told_how_to_get_one(tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["fan-out", "--subject", QUEUE, "--environment", str(tmp_path)])
-    assert "not possible" in done.stdout
     assert "has no vLLM; `make test-vllm` makes an environment that has" in done.stdout
+    assert played == [OURS, POLLING, IN_PLACE, IN_PLACE, OURS], "in turns; what fails is not tried again"
+    stored = json.loads(path.read_bytes())
+    assert (stored["mode"], len(stored["coverage"]["planned"])) == ("fan-out", len(SIZES) * len(WORKERS))
+    assert stored["tables"][0]["rows"][0][:3] == ["4 KB to 1 worker", WAYS[OURS].title, "200"]
 
 
 # -- the report ----------------------------------------------------------------------------------------------------------
@@ -156,21 +140,16 @@ def test_every_target_is_judged_by_what_it_speaks_of() -> None:
     )
     measured = {
         (workers, nbytes): {
-            OURS: [good], POLLING: [good], IN_PLACE: [good], "pyzmq-pub-sub": [run()],
-            QUEUE: [run(100.0, gathers_per_s=9_000.0)], ARENA: [run(100.0)],
+            OURS: [good], POLLING: [good], IN_PLACE: [good], QUEUE: [run(100.0, gathers_per_s=9_000.0)], ARENA: [run(100.0)],
         }
         for workers in (1, 2, CENTRAL, 8)
         for nbytes in (SMALL, MIDDLE, LARGE)
     }  # fmt: skip
-    step = {"gather_us": 10.0, "gather_engine_us": 10.0, "asleep_us": 100.0, "asleep_engine_us": 50.0}
-    slow = {name: 2 * number for name, number in step.items()}
-    for workers in (1, 2, CENTRAL):
-        measured[workers, STEP] = {CALLERS: [run(**step)], BACKS: [run(**step)], QUEUE: [run(**step)]}
     findings = report(measured, no_plan())
     assert {verdict.what: verdict.met for verdict in findings.targets if not verdict.met} == {}
     bad = run(1.0, last_us=1e6, engine_us=1e3, gathers_per_s=1.0, awake_percent=136.0, idle_percent=2.0, stopped_ratio=1.2)
     for found in measured.values():
-        found |= {OURS: [bad], POLLING: [bad], IN_PLACE: [bad], CALLERS: [run(**slow)], BACKS: [run(**slow)]}
+        found |= {OURS: [bad], POLLING: [bad], IN_PLACE: [bad]}
     findings = report(measured, no_plan())
     assert [verdict.what for verdict in findings.targets if verdict.met] == [
         "messages/s in place, 4 KB and 64 MB, of the other"
@@ -186,12 +165,5 @@ def test_only_the_central_case_is_looked_at_more_closely() -> None:
     assert planned(QUEUE, CENTRAL, SMALL, 0.5).rests
     assert not planned(QUEUE, CENTRAL, SMALL, 0.5).stops
     assert planned(POLLING, 1, SMALL, 0.5).gathers
-    assert not planned("torch-queues", 1, SMALL, 0.5).gathers
+    assert not planned(IN_PLACE, 1, SMALL, 0.5).gathers
     assert not planned(OURS, CENTRAL, MIDDLE, 0.5).rests
-
-
-def test_only_subjects_with_replies_are_measured_with_steps() -> None:
-    assert [subject for subject in WAYS if measurable(subject, STEP)] == [OURS, POLLING, CALLERS, BACKS, QUEUE]
-    assert not measurable(CALLERS, SMALL)
-    assert planned(BACKS, 2, STEP, 0.5).sleeps
-    assert not planned(OURS, 2, SMALL, 0.5).sleeps
