@@ -18,7 +18,7 @@ from bench.gpu.command import gpu_command
 from bench.isolation.command import isolation_command
 from bench.machine import ROOT
 from bench.ray.command import ray_command
-from bench.request.command import request_command
+from bench.request import request_command
 from bench.serving.command import serve_command
 from bench.sglang.command import sglang_command
 from bench.steps import steps_command

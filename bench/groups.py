@@ -27,8 +27,8 @@ from bench.children import BenchError, Child, Children, Parent
 from bench.messages import Case, Cell, Measurement, Sink, Source
 from bench.meter import Cost, Meter
 from bench.peers import Peer, RequestPeer
+from bench.questions import Client, Desk
 from bench.repetitions import Repetitions, Timing
-from bench.request.questions import Client, Desk
 from bench.results import Status
 
 _PROCESS_NBYTES = 160 << 20  # what a process that has imported torch keeps for itself

@@ -10,7 +10,7 @@ from bench.peers.shmring_ring import ShmringBusyPoll, ShmringCopy, ShmringInPlac
 from bench.peers.spinning_ring import SpinningArena, SpinningRing
 from bench.peers.unix_stream import InlineMsgpack, InlineRequest, SharedMemorySegments
 
-__all__ = ["BASELINE", "MEMCPY", "PEERS", "REQUEST_PEERS", "Peer", "RequestPeer"]
+__all__ = ["BASELINE", "MEMCPY", "PEERS", "REQUEST_PEERS", "SEVERAL_CLIENTS", "Peer", "RequestPeer"]
 
 _STREAMS: tuple[Peer, ...] = (
     ShmringCopy(), ShmringInPlace(), ShmringBusyPoll(), Iceoryx2(), Iceoryx2Loaned(), SpinningRing(), SpinningArena(),
@@ -21,6 +21,9 @@ _REQUESTS: tuple[RequestPeer, ...] = (ShmringRequest(), InlineRequest(), PyzmqRe
 #: By name, in the order in which they are measured and shown: those of streams, and those of requests.
 PEERS: dict[str, Peer] = {peer.name: peer for peer in _STREAMS}
 REQUEST_PEERS: dict[str, RequestPeer] = {peer.name: peer for peer in _REQUESTS}
+
+#: shmring with several clients in one process.
+SEVERAL_CLIENTS: dict[str, RequestPeer] = {peer.name: peer for peer in (ShmringRequest(32, 1), ShmringRequest(32, 32))}
 
 #: What the others are compared with, in both.
 BASELINE = _STREAMS[0].name

@@ -62,7 +62,7 @@ class _UserHeader(ctypes.Structure):
     )
 
 
-class Services(NamedTuple):
+class _Services(NamedTuple):
     node: Any  # kept: the services end with it
     tensors: Any
     arrivals: Any
@@ -84,7 +84,10 @@ class Iceoryx2(WindowedPeer):
 
     @contextlib.asynccontextmanager
     async def sending(self, cell: Cell, own: str, source: Source) -> AsyncIterator[Send]:
-        publisher, notifier = open_publisher(*_open(cell, own), cell.nbytes)
+        iceoryx2, services = _open(cell, own)
+        builder = services.tensors.publisher_builder().initial_max_slice_len(cell.nbytes).max_loaned_samples(1)
+        publisher = builder.allocation_strategy(iceoryx2.AllocationStrategy.Static).create()
+        notifier = services.arrivals.notifier_builder().create()
         dimensions, dtype = len(cell.shape), _DTYPES.index(cell.torch_dtype)
 
         def send() -> None:
@@ -171,49 +174,33 @@ class _Reception:
             self._loop.call_soon(self._take_batch)  # what is left wakes nobody
 
 
-def open_services(
-    directory: str, prefix: str, user_header: Any, *, publishers: int, subscribers: int, depth: int
-) -> tuple[Any, Services]:
-    """Opens both services, the same in every process; whoever comes first creates them. Returns the module, too.
-
-    Its files are in ``directory``, all its names begin with ``prefix``, and a subscriber's buffer holds ``depth`` samples.
-    """
+def _open(cell: Cell, prefix: str) -> tuple[Any, _Services]:
+    """Opens both services, the same in every process; whoever comes first creates them. Returns the module, too."""
     iceoryx2: Any = importlib.import_module("iceoryx2")
     iceoryx2.set_log_level(iceoryx2.LogLevel.Error)
     config = iceoryx2.config.default()
-    config.global_cfg.root_path = iceoryx2.Path.new(str(_root(directory)))
+    config.global_cfg.root_path = iceoryx2.Path.new(str(_root(cell)))
     config.global_cfg.prefix = iceoryx2.FileName.new(prefix)
     builder = iceoryx2.NodeBuilder.new().config(config).signal_handling_mode(iceoryx2.SignalHandlingMode.Disabled)
     node = builder.create(iceoryx2.ServiceType.Ipc)
     tensors = node.service_builder(iceoryx2.ServiceName.new("tensors")).publish_subscribe(iceoryx2.Slice[ctypes.c_uint8])
-    tensors = tensors.user_header(user_header).payload_alignment(iceoryx2.Alignment.new(_ALIGNMENT))
-    tensors = tensors.max_nodes(publishers + subscribers).max_publishers(publishers).max_subscribers(subscribers)
-    tensors = tensors.subscriber_max_buffer_size(depth).subscriber_max_borrowed_samples(1).history_size(0)
+    tensors = tensors.user_header(_UserHeader).payload_alignment(iceoryx2.Alignment.new(_ALIGNMENT))
+    tensors = tensors.max_nodes(cell.producers + 1).max_publishers(cell.producers).max_subscribers(1)
+    tensors = tensors.subscriber_max_buffer_size(cell.window).subscriber_max_borrowed_samples(1).history_size(0)
     tensors = tensors.enable_safe_overflow(False)  # nothing may be dropped for what is newer
     arrivals = node.service_builder(iceoryx2.ServiceName.new("arrivals")).event()
-    arrivals = arrivals.max_nodes(publishers + subscribers).max_notifiers(publishers).max_listeners(subscribers)
-    return iceoryx2, Services(node, tensors.open_or_create(), arrivals.open_or_create())
+    arrivals = arrivals.max_nodes(cell.producers + 1).max_notifiers(cell.producers).max_listeners(1)
+    return iceoryx2, _Services(node, tensors.open_or_create(), arrivals.open_or_create())
 
 
-def open_publisher(iceoryx2: Any, services: Services, nbytes: int) -> tuple[Any, Any]:
-    """Returns what publishes samples of so many bytes, and what notifies of them."""
-    builder = services.tensors.publisher_builder().initial_max_slice_len(nbytes).max_loaned_samples(1)
-    publisher = builder.allocation_strategy(iceoryx2.AllocationStrategy.Static).create()
-    return publisher, services.arrivals.notifier_builder().create()
-
-
-def _open(cell: Cell, prefix: str) -> tuple[Any, Services]:
-    return open_services(cell.directory, prefix, _UserHeader, publishers=cell.producers, subscribers=1, depth=cell.window)
-
-
-def _root(directory: str) -> Path:
-    return Path(directory, "iceoryx2")
+def _root(cell: Cell) -> Path:
+    return Path(cell.directory, "iceoryx2")
 
 
 def _descriptor(cell: Cell) -> int:
     """Returns the listener's descriptor: that of this process's one socket which is bound in iceoryx2's directory."""
     for connection in psutil.Process().net_connections("unix"):
-        if str(connection.laddr).startswith(f"{_root(cell.directory)}/"):
+        if str(connection.laddr).startswith(f"{_root(cell)}/"):
             return int(connection.fd)
     raise RuntimeError("this version of iceoryx2 has listeners without a socket: the adapter must wait in another way")
 

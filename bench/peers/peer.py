@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from bench.messages import DTYPES, Ask, Cell, Header, Sink, Source
-from bench.request.questions import Desk
+from bench.questions import Desk
 from shmring.memory.slab import SHM_DIRECTORY
 
 _COPIES = 3  # of all that is in flight: at its sender, on its way, at its receiver

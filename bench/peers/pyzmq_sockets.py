@@ -32,7 +32,7 @@ import torch
 from bench.messages import Answer, Ask, Cell, Header, Source
 from bench.peers.in_flight import Intake, Pending, Send, WindowedPeer
 from bench.peers.peer import Description, RequestPeer, encode
-from bench.request.questions import Desk
+from bench.questions import Desk
 
 _REQUEST_THREADS = 2  # of ZMQ
 _REQUEST_DTYPE = "float32"

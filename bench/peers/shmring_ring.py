@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,7 +33,7 @@ import torch
 import shmring
 from bench.messages import Answer, Ask, Cell, Header, Sink, Source
 from bench.peers.peer import Peer, RequestPeer
-from bench.request.questions import Desk
+from bench.questions import Desk
 
 RING = "bench"
 
@@ -124,21 +125,30 @@ class ShmringBusyPoll(ShmringCopy):
 
 
 class ShmringRequest(RequestPeer):
-    name = "shmring"
-    title = "shmring, client.request"
+    """One client, or several in a process, which ask in turn, or of which one asks."""
+
+    def __init__(self, clients: int = 1, asking: int = 1) -> None:
+        self.name = "shmring" if clients == 1 else f"shmring-{clients}-{asking}"
+        who = "all ask" if asking == clients else "one asks"
+        self.title = "shmring, client.request" if clients == 1 else f"{clients} clients connected, {who}"
+        self._clients, self._asking = clients, asking
 
     async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
         async with shmring.serve(RING, _configuration(cell)) as ring:
             listening()
             async for claim in ring:
                 with claim:
-                    await claim.reply(answer(claim.payload, desk))
+                    await claim.reply(_answer(claim.payload, desk))
 
     @contextlib.asynccontextmanager
     async def connect(self, cell: Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
-        async with shmring.connect(RING, socket_dir=cell.directory) as connected:
-            await connected.wait_prefaulted()
-            yield lambda header, tensor: request(connected, header, tensor)
+        async with contextlib.AsyncExitStack() as stack:
+            opening = [shmring.connect(RING, socket_dir=cell.directory) for _ in range(self._clients)]
+            clients = [await stack.enter_async_context(each) for each in opening]
+            for connected in clients:
+                await connected.wait_prefaulted()
+            turns = itertools.cycle(clients[: self._asking])
+            yield lambda header, tensor: _request(next(turns), header, tensor)
 
 
 def _configuration(cell: Cell) -> shmring.RingConfig:
@@ -153,12 +163,12 @@ def _configuration(cell: Cell) -> shmring.RingConfig:
     return shmring.RingConfig(slab_nbytes=slab_nbytes, reply_nbytes=reply_nbytes, socket_dir=cell.directory)
 
 
-def answer(payload: Any, desk: Desk) -> dict[str, Any]:
+def _answer(payload: Any, desk: Desk) -> dict[str, Any]:
     """Returns the reply to a payload. A function, so that no view of the slot outlives its claim."""
     header = payload["header"]
     return {"header": header, "tensor": desk.answer(Header(*header), payload["tensor"])}
 
 
-async def request(client: shmring.Client, header: Header, tensor: torch.Tensor) -> Answer:
+async def _request(client: shmring.Client, header: Header, tensor: torch.Tensor) -> Answer:
     reply = await client.request({"header": header, "tensor": tensor})
     return Answer(Header(*reply["header"]), reply["tensor"])

@@ -40,7 +40,7 @@ import torch
 from bench.messages import Answer, Ask, Cell, Header, Source
 from bench.peers.in_flight import Intake, Pending, Send, WindowedPeer
 from bench.peers.peer import Description, RequestPeer, encode
-from bench.request.questions import Desk
+from bench.questions import Desk
 from shmring.memory.slab import SHM_DIRECTORY
 
 _PREFIX = struct.Struct("<I")

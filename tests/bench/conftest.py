@@ -11,7 +11,7 @@ import torch
 
 from bench.messages import Header, Measurement, Source
 from bench.meter import Cost
-from bench.request.questions import Desk
+from bench.questions import Desk
 
 MB = 1 << 20
 

@@ -22,16 +22,17 @@ import torch
 from click.testing import CliRunner
 
 import shmring
+from bench import request
 from bench.children import BenchError
 from bench.groups import Groups, PeerGroup
 from bench.messages import Answer, Ask, Cell, Header, Measurement, Phase
 from bench.meter import Cost
 from bench.peers import BASELINE, REQUEST_PEERS, RequestPeer
 from bench.peers.in_flight import Pending
+from bench.peers.shmring_ring import ShmringRequest
+from bench.questions import Case, Client, Desk
 from bench.repetitions import Measured, Repetitions, Timing
-from bench.request.command import SCALED, plan, report, request_command
-from bench.request.questions import Case, Client, Desk
-from bench.request.scaling import ConnectedClients, SlotsInUse
+from bench.request import CASES, report
 from bench.results import Coverage, Findings
 from bench.stamps import CheckError
 from tests.bench.conftest import made_run
@@ -207,7 +208,7 @@ def ring() -> shmring.Ring:
 @pytest.mark.parametrize(("some", "submitted"), [(1, [0, 0, 6]), (3, [2, 2, 2])])
 async def test_so_many_clients_are_connected_and_so_many_ask(cell: Cell, some: int, submitted: list[int]) -> None:
     desk = Desk(cell)
-    async with connected(ConnectedClients(3, some), cell, desk) as ask:
+    async with connected(ShmringRequest(3, some), cell, desk) as ask:
         asking = Client(cell, 0)
         for _ in range(6):
             header = asking.source.stamp()
@@ -216,21 +217,6 @@ async def test_so_many_clients_are_connected_and_so_many_ask(cell: Cell, some: i
         clients = [one for one in gc.get_objects() if type(one) is shmring.Client and not one.closed]
         assert sorted(client.statistics().submitted for client in clients) == submitted
     assert desk._sequences == [6]
-
-
-async def test_so_many_slots_are_in_use_and_as_many_holes_between_them(cell: Cell) -> None:
-    desk = Desk(cell)
-    async with connected(SlotsInUse(250), cell, desk) as ask:
-        asking = Client(cell, 0)
-        header = asking.source.stamp()
-        asking.check(header, await ask(header, asking.source.tensor))
-        assert ring().statistics().slots_claimed == 250
-        (client,) = (one for one in gc.get_objects() if type(one) is shmring.Client and not one.closed)
-        assert client.statistics().slots_in_use == 250  # the holes between them are free
-        slots = sorted(slot.start for client in ring()._shell._book.clients.values() for slot in client.slots.values())
-        gaps = np.diff(slots)
-        assert (gaps[: len(gaps) // 2] > 2).all()  # a slot of 4 KiB and its header take two blocks
-    assert desk._sequences == [1]
 
 
 # -- processes -----------------------------------------------------------------------------------------------------------
@@ -263,9 +249,10 @@ def test_the_command_measures_reports_and_says_what_is_missing(tmp_path: Path, m
     monkeypatch.setattr(type(REQUEST_PEERS["pyzmq"]), "requires", "shmring-absent")
     path = tmp_path / "results.json"
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this process goes on after the command
-    options = ["--size", "4KiB", "--size", "64KiB", "--in-flight", "16", "--clients", "1", "--peer", "pyzmq"]
-    options += ["--repetitions", "2", "--seconds", "0.05", "--json", str(path)]
-    result = CliRunner().invoke(request_command, options)
+    cases = {Case(nbytes, reply_nbytes=64): ["shmring", "pyzmq"] for nbytes in (4096, 65536)}
+    monkeypatch.setattr(request, "CASES", cases)
+    options = ["--repetitions", "2", "--seconds", "0.05", "--json", str(path)]
+    result = CliRunner().invoke(request.request_command, options)
     assert result.exit_code in (0, 1), result.output
     assert "64 KB, 16 in flight of 1 client, shmring, client.request, repetition 2 of 2" in result.stderr
     assert "pip install shmring-absent" in result.stdout
@@ -284,32 +271,15 @@ def test_the_command_measures_reports_and_says_what_is_missing(tmp_path: Path, m
         ("64 KB, 16 in flight of 1 client", "pyzmq", "not possible"),
     ]
     assert stored["results"] is None, "nobody reads them"
-    assert [target["asked"] for target in stored["targets"]] == [">= 20000 /s", ">= 5 x"]
+    assert [target["asked"] for target in stored["targets"][:2]] == [">= 20000 /s", ">= 5 x"]
     assert stored["targets"][1]["met"] is None
     assert stored["machine"].keys() >= {"cpu", "cores", "kernel", "python", "torch", "shmring", "commit"}
 
 
-@for_each(
-    ("options", "message"),
-    [
-        (["--size", "4097"], "multiple of 4 bytes"),
-        (["--clients", "65"], "is not in the range"),
-        (["--scaling", "--peer", "pyzmq"], "--scaling measures shmring alone"),
-        (["--scaling", "--size", "64KiB"], "no choice of cases or peers"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options: list[str], message: str) -> None:
-    result = CliRunner().invoke(request_command, options)
-    assert result.exit_code == 2
-    assert message in result.output
-
-
 def test_the_plan_has_every_cell() -> None:
-    cases = plan(scaling=False, peers=(), sizes=(), in_flight=(), clients=())
-    assert len(cases) == 4 * 3 * 2
-    assert next(iter(cases)).title == "4 KB, 1 in flight of 1 client"
-    (scaled,) = plan(scaling=True, peers=(), sizes=(), in_flight=(), clients=()).values()
-    assert len(scaled) == 5
+    assert len(CASES) == 4 * 3 * 2 + 1
+    assert next(iter(CASES)).title == "4 KB, 1 in flight of 1 client"
+    assert list(CASES.values())[-1] == ["shmring", "shmring-32-1", "shmring-32-32"]
 
 
 def test_a_cell_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,8 +305,8 @@ def one(clients: int = 1) -> Case:
     return Case(65536, producers=clients, reply_nbytes=64)
 
 
-def found(measured: Measured, scaling: bool = False) -> Findings:
-    return report(measured, Coverage([], []), Timing(3, 0.3), scaling)
+def found(measured: Measured) -> Findings:
+    return report(measured, Coverage([], []), Timing(3, 0.3))
 
 
 def test_the_report_has_a_row_for_each_peer_in_each_case() -> None:
@@ -352,15 +322,15 @@ def test_the_report_has_a_row_for_each_peer_in_each_case() -> None:
 @for_each(("per_s", "ratio", "verdict"), [(20_000, 5.0, "met"), (19_999, 4.9, "missed")])
 def test_the_report_says_whether_the_targets_are_met(per_s: float, ratio: float, verdict: str) -> None:
     measured = {one(): {"shmring": requests(per_s), "pyzmq": requests(per_s / ratio)}}
-    assert [(target.word, target.asked) for target in found(measured).targets] == [
+    assert [(target.word, target.asked) for target in found(measured).targets[:2]] == [
         (verdict, ">= 20000 /s"),
         (verdict, ">= 5 x"),
     ]
 
 
 def test_a_run_says_nothing_of_targets_that_it_did_not_measure() -> None:
-    assert [target.met for target in found({one(4): {"shmring": requests(25_000)}}).targets] == [None, None]
-    assert [target.met for target in found({one(): {"shmring": requests(25_000)}}).targets] == [True, None]
+    assert [target.met for target in found({one(4): {"shmring": requests(25_000)}}).targets[:2]] == [None, None]
+    assert [target.met for target in found({one(): {"shmring": requests(25_000)}}).targets[:2]] == [True, None]
 
 
 def cost_of(messages: int, cpu_s: float) -> Cost:
@@ -380,12 +350,10 @@ def test_cpu_of_a_request_is_what_each_side_took_for_its_own_count() -> None:
     assert measurement.producer_us == pytest.approx(40)
 
 
-def test_the_report_of_scaling_compares_with_the_first_of_each_group() -> None:
-    cpu_us = {"clients-1-1": 10.0, "clients-32-32": 12.1, "slots-10": 20.0, "slots-10000": 24.0}
-    report = found({SCALED: {name: requests(100.0, cpu_us=us) for name, us in cpu_us.items()}}, scaling=True)
-    assert [(target.what, target.measured, target.met) for target in report.targets] == [
-        ("CPU time per request with 32 clients connected, one asks", "", None),
+def test_many_clients_are_compared_with_one() -> None:
+    cpu_us = {"shmring": 10.0, "shmring-32-1": 12.0, "shmring-32-32": 12.1}
+    report = found({list(CASES)[-1]: {name: requests(100.0, cpu_us=us) for name, us in cpu_us.items()}})
+    assert [(target.what, target.measured, target.met) for target in report.targets[2:]] == [
+        ("CPU time per request with 32 clients connected, one asks", "1.2 x", True),
         ("CPU time per request with 32 clients connected, all ask", "1.21 x", False),
-        ("CPU time per request with 10,000 slots in use", "1.2 x", True),
     ]
-    assert [row[-1] for row in report.tables[0].rows] == ["1.00 x", "1.21 x", "1.00 x", "1.20 x"]

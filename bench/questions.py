@@ -26,8 +26,6 @@ from bench.messages import Answer, Ask, Cell, Header, Moments, Phase, Sink, Sour
 from bench.results import format_nbytes
 from bench.stamps import ITEM_NBYTES, CheckError, Stamps
 
-MAX_CLIENTS = 64
-
 
 class Case(messages.Case, frozen=True, kw_only=True):
     """A kind of request, of a tensor of float32, whose ``producers`` are clients; the reply's size is a multiple of 4, too."""
