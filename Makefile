@@ -106,8 +106,7 @@ gpu-hour: $(if $(filter none,$(ENVIRONMENT)),,$(INSTALLED))
 	timeout -k 5 150 $(GPU_PYTHON) setup.py --quiet build_ext --inplace
 	status=0; \
 	timeout -k 5 170 $(GPU_PYTHON) -X faulthandler -m pytest -q -m gpu tests/gpu tests/bench/test_gpu.py || status=1; \
-	timeout -k 5 150 $(GPU_PYTHON) -m bench gpu --size 64KiB --size 1MiB --size 8MiB --size 64MiB --repetitions 5 --from slot-pinned \
-	    --from pin-memory --from pin-memory-to --from clone --json $(or $(JSON),gpu-hour.json) || status=1; \
+	timeout -k 5 150 $(GPU_PYTHON) -m bench gpu --json $(or $(JSON),gpu-hour.json) || status=1; \
 	exit $$status
 
 # vLLM needs other versions of some packages, so it has an environment of its own.

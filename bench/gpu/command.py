@@ -8,7 +8,7 @@ import functools
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import click
 
@@ -163,7 +163,7 @@ class Plan:
         timed_s, latencies, messages: in each repetition: of copying, requests brought one by one, hand-overs.
     """
 
-    sizes: Sequence[int] = (64 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
+    sizes: Sequence[int] = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
     ways: Sequence[str] = tuple(WAYS)
     routes: Sequence[str] = tuple(ROUTES)
     repetitions: int = TIMING.repetitions
@@ -214,14 +214,11 @@ class _NoGpu(click.ClickException):
 
 
 @command_line.benchmark("gpu", TIMING)
-@command_line.size_option("64KiB to 256MiB", device.MIN_NBYTES)
-@command_line.repeatable("--from", "ways", WAYS, "To the GPU")
-def gpu_command(timing: Timing, **choices: Any) -> Findings:
+def gpu_command(timing: Timing) -> Findings:
     """From a slot to the GPU: bandwidth, how long the loop is held up, and hand-overs between processes.
 
     Ends with 2 where there is no GPU.
     """
     if (reason := device.missing()) is not None:
         raise _NoGpu(reason)
-    timed = {"repetitions": timing.repetitions, "timed_s": timing.timed_s}
-    return report(run(Plan(**command_line.chosen(timed, **choices))))
+    return report(run(Plan(repetitions=timing.repetitions, timed_s=timing.timed_s)))

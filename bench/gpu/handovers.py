@@ -1,16 +1,12 @@
 """From a submission in one process until its data is usable on the engine's stream in another.
 
 - **Host slot**: written into a slot of the pinned slab in place; the engine calls ``claim.to``.
-- **Host slot, both compute**: the same, but the frontend's process has just run a kernel of its own. A GPU changes from one
-  process's work to another's, which takes time, whatever hands the data over. What lies on the GPU is always written there.
 - **Device slab**: written into a slot on the GPU in place (``client.slot(nbytes, device="cuda")``); the engine's claim holds it
   where it lies.
 - **CUDA IPC per tensor**: a new tensor on the GPU for each request, sent through ``torch.multiprocessing.Queue`` and
   received by a thread that blocks in it, which is how vLLM's ``v1/engine/tensor_ipc.py`` does it. The frontend keeps the
   tensor until the engine has answered. torch orders the streams, by an event for each tensor. The thread uses the tensor
   itself, which spares this route the hop to the engine's loop.
-- **Nothing handed over, both compute**: one byte through a pipe. What is left is what the GPU needs to change from the
-  frontend's process to the engine's: no way of handing over is faster than that.
 
 All write the marks, and wait until the GPU has, before the clock starts: making the content is no part of handing it over. A
 message is handed over when the one before was answered: what is measured is the hand-over's own time, and no queue.
@@ -33,7 +29,7 @@ import torch.multiprocessing
 
 import shmring
 from bench.children import described
-from bench.gpu.device import DTYPE, ITEM_NBYTES, MIN_NBYTES, Gpu, check, marks, pinned_slab, sample
+from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
 from bench.gpu.processes import SPAWN, Numbers, Openers
 
 _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
@@ -43,7 +39,6 @@ _STOP_S = 0.2  # between two looks of the engine's thread whether it is to end
 _SLOTS = 3  # that there is room for: the one that is being written, and those whose release is on its way
 _SPARE_NBYTES = 16 << 20  # of a lease, and of a slab that has none
 _numbers = itertools.count(1)  # of all messages of this process, so that none can be taken for an earlier one
-_OWN = 7  # what the engine's own tensor holds
 _WARM_UP = 5  # messages: a slot's first use, an event's first opening, a clock that had slowed down
 
 #: Hands so many bytes over, with this number, and returns how many nanoseconds later they were usable.
@@ -72,11 +67,10 @@ class _Slots:
     bytes of the largest tensor.
     """
 
-    def __init__(self, title: str, *, on_gpu: bool, both_compute: bool = True) -> None:
+    def __init__(self, title: str, *, on_gpu: bool) -> None:
         self.title = title
         self._on_gpu = on_gpu
-        self._both_compute = both_compute
-        self._ring_name = f"bench-{'device' if on_gpu else 'both' if both_compute else 'host'}"
+        self._ring_name = f"bench-{'device' if on_gpu else 'host'}"
 
     def create_shared(self) -> Any:
         return None
@@ -101,7 +95,6 @@ class _Slots:
     @contextlib.asynccontextmanager
     async def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[Ask]:
         where: dict[str, Any] = {"device": "cuda"} if self._on_gpu else {}
-        own = torch.empty(MIN_NBYTES // ITEM_NBYTES, dtype=DTYPE, device=gpu.device)
         # One lease for all slots: asking the engine for another one is no part of a hand-over.
         async with gpu.connect(self._ring_name, lease_nbytes=_leased(nbytes), socket_dir=directory) as client:
 
@@ -109,8 +102,7 @@ class _Slots:
                 async with client.slot(nbytes, timeout=_ANSWER_LIMIT_S, **where) as slot:
                     tensor = slot.tensor((nbytes // ITEM_NBYTES,), DTYPE)
                     marks(tensor).fill_(number)
-                    if self._both_compute:
-                        own.fill_(number)
+                    if self._on_gpu:
                         gpu.finish()
                     started_ns = time.monotonic_ns()
                     answer = await client.request({"x": tensor}, timeout=_ANSWER_LIMIT_S, reply_type=_Usable)
@@ -125,37 +117,27 @@ def _leased(nbytes: int) -> int:
     return _SLOTS * nbytes + _SPARE_NBYTES
 
 
-class _Blocking:
-    """A thread of the engine blocks until something comes, uses a tensor, and answers through a pipe."""
+class CudaIpc:
+    """A new tensor for each request, through ``torch.multiprocessing.Queue``, in which a thread of the engine blocks.
 
-    title: str
-
-    @contextlib.asynccontextmanager
-    async def answering(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[None]:
-        come, _, answers = shared
-        stop = threading.Event()
-        receiving = asyncio.create_task(asyncio.to_thread(_receive, gpu, self.receive(gpu, come), answers, stop))
-        try:
-            yield
-        finally:
-            stop.set()
-            await receiving
-
-    def receive(self, gpu: Gpu, come: Any) -> Callable[[], torch.Tensor]:
-        """Returns what waits for a message, and returns the tensor to use; raises queue.Empty from time to time."""
-        raise NotImplementedError
-
-
-class CudaIpc(_Blocking):
-    """A new tensor for each request, through ``torch.multiprocessing.Queue``."""
+    It uses a tensor, and answers through a pipe.
+    """
 
     title = "torch CUDA IPC per tensor"
 
     def create_shared(self) -> Any:
         return _torch_multiprocessing.get_context("spawn").Queue(), *SPAWN.Pipe(duplex=False)
 
-    def receive(self, gpu: Gpu, come: Any) -> Callable[[], torch.Tensor]:
-        return functools.partial(come.get, timeout=_STOP_S)
+    @contextlib.asynccontextmanager
+    async def answering(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[None]:
+        tensors, _, answers = shared
+        stop = threading.Event()
+        receiving = asyncio.create_task(asyncio.to_thread(_receive, gpu, tensors, answers, stop))
+        try:
+            yield
+        finally:
+            stop.set()
+            await receiving
 
     @contextlib.asynccontextmanager
     async def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[Ask]:
@@ -172,42 +154,6 @@ class CudaIpc(_Blocking):
         yield ask
 
 
-class Nothing(_Blocking):
-    """One byte through a pipe. Then the engine uses a tensor of its own, which always holds the same."""
-
-    title = "nothing handed over, both compute"
-
-    def create_shared(self) -> Any:
-        come, signals = SPAWN.Pipe(duplex=False)
-        answers, answering = SPAWN.Pipe(duplex=False)
-        return come, (signals, answers), answering
-
-    def receive(self, gpu: Gpu, come: Any) -> Callable[[], torch.Tensor]:
-        own = torch.full((MIN_NBYTES // ITEM_NBYTES,), _OWN, dtype=DTYPE, device=gpu.device)
-
-        def receive() -> torch.Tensor:
-            if not come.poll(_STOP_S):
-                raise queue.Empty
-            come.recv_bytes()
-            return own
-
-        return receive
-
-    @contextlib.asynccontextmanager
-    async def asking(self, gpu: Gpu, directory: str, shared: Any, nbytes: int) -> AsyncIterator[Ask]:
-        _, (signals, answers), _ = shared
-        own = torch.empty(MIN_NBYTES // ITEM_NBYTES, dtype=DTYPE, device=gpu.device)
-
-        async def ask(nbytes: int, number: int) -> int:
-            own.fill_(number)
-            gpu.finish()
-            started_ns = time.monotonic_ns()
-            signals.send_bytes(b"!")
-            return _answered(answers, _OWN) - started_ns
-
-        yield ask
-
-
 def _answered(answers: Any, number: int) -> int:
     """Waits for an answer, checks it, and returns when the data was usable. Nothing else is to be done here meanwhile."""
     if not answers.poll(_ANSWER_LIMIT_S):
@@ -219,12 +165,12 @@ def _answered(answers: Any, number: int) -> int:
     return answer.at_ns
 
 
-def _receive(gpu: Gpu, receive: Callable[[], torch.Tensor], answers: Any, stop: threading.Event) -> None:
+def _receive(gpu: Gpu, tensors: Any, answers: Any, stop: threading.Event) -> None:
     """The engine's thread: says of each tensor when it was usable, or what of CUDA has failed: the frontend has to know."""
 
     def receive_one() -> _Usable | str:  # a function, so that the tensor is dropped before anything is said of it
         try:
-            return _use(gpu, receive())
+            return _use(gpu, tensors.get(timeout=_STOP_S))
         except RuntimeError as error:
             return described(error)
 
@@ -233,14 +179,12 @@ def _receive(gpu: Gpu, receive: Callable[[], torch.Tensor], answers: Any, stop: 
             answers.send(receive_one())
 
 
-HOST_SLOT, BOTH_COMPUTE, DEVICE_SLAB = "host-slot", "host-slot-both", "device-slab"
+HOST_SLOT, DEVICE_SLAB = "host-slot", "device-slab"
 
-ROUTES: dict[str, _Slots | CudaIpc | Nothing] = {
-    HOST_SLOT: _Slots("host slot, claim.to", on_gpu=False, both_compute=False),
-    BOTH_COMPUTE: _Slots("host slot, both compute", on_gpu=False),
+ROUTES: dict[str, _Slots | CudaIpc] = {
+    HOST_SLOT: _Slots("host slot, claim.to", on_gpu=False),
     DEVICE_SLAB: _Slots("device slab", on_gpu=True),
     "cuda-ipc": CudaIpc(),
-    "nothing": Nothing(),
 }
 """By name, in the order of tables."""
 

@@ -183,12 +183,12 @@ def test_what_can_not_be_opened_is_absent_and_the_rest_is_there(gpu: HostMemory)
     gpu.memory.failing = "allocate"
     results = run(TINY)
     absent = {name: reason for (_, name), reason in gaps(results).items()}
-    assert list(absent) == ["slot-pinned", "host-slot", "host-slot-both", "device-slab"]
-    assert len(gaps(results)) == 2 * (1 + 3), "at each size: a way, and three routes"
-    assert all("CudaError: the slab can't be pinned" in absent[name] for name in ("slot-pinned", "host-slot", "host-slot-both"))
+    assert list(absent) == ["slot-pinned", "host-slot", "device-slab"]
+    assert len(gaps(results)) == 2 * (1 + 2), "at each size: a way, and two routes"
+    assert all("CudaError: the slab can't be pinned" in absent[name] for name in ("slot-pinned", "host-slot"))
     assert "CudaError: allocate failed" in absent["device-slab"]
     assert {name for _, name in cells(results.ways)} == {"pin-memory", "clone"}
-    assert {name for _, name in cells(results.routes)} == {"cuda-ipc", "nothing"}
+    assert {name for _, name in cells(results.routes)} == {"cuda-ipc"}
 
 
 @pytest.mark.usefixtures("threads")

@@ -24,7 +24,6 @@ from bench.gpu.processes import Numbers
 from bench.report import pages
 from bench.results import Coverage, Gap, Planned, Status, Verdict
 from shmring.gpu.cuda import TorchCuda
-from tests.tables import for_each
 
 KB, MB = 1 << 10, 1 << 20
 GPU = "NVIDIA H100, 80 GiB, PCIe 5 x16 to the host; driver 570.1, torch 2.9 for CUDA 12.8."
@@ -47,7 +46,7 @@ def handed_over(route: str, nbytes: int, p50_us: float) -> Part:
     return route, nbytes, [{"us": [p50_us / 2, p50_us, p50_us * 2]}] * 3
 
 
-HAND_OVERS = [handed_over("device-slab", 64 * KB, 90.0), handed_over("device-slab", 256 * MB, 99.0)]
+HAND_OVERS = [handed_over("device-slab", 64 * KB, 90.0), handed_over("device-slab", 64 * MB, 99.0)]
 
 
 def brought(way: str, nbytes: int, usable_us: float, held_us: float) -> Part:
@@ -105,12 +104,12 @@ def test_ratios_are_taken_within_repetitions() -> None:
 
 
 def test_hand_overs_are_short_and_do_not_grow() -> None:
-    slow = [handed_over("device-slab", 64 * KB, 90.0), handed_over("device-slab", 256 * MB, 110.0)]
+    slow = [handed_over("device-slab", 64 * KB, 90.0), handed_over("device-slab", 64 * MB, 110.0)]
     assert verdicts(*slow)["device slab: p50 of a hand-over"].measured == "110 us"
     assert verdicts(*slow)["device slab: p50 of a hand-over"].met is False
-    grows = [handed_over("device-slab", 64 * KB, 50.0), handed_over("device-slab", 256 * MB, 70.0)]
+    grows = [handed_over("device-slab", 64 * KB, 50.0), handed_over("device-slab", 64 * MB, 70.0)]
     found = verdicts(*grows)["device slab: p50 over that of the smallest size"]
-    assert (found.met, found.measured, found.detail) == (False, "1.4 x", "256 MB: 1.4")
+    assert (found.met, found.measured, found.detail) == (False, "1.4 x", "64 MB: 1.4")
 
 
 def test_a_small_copy_is_not_slower_than_torchs_and_holds_nobody_up() -> None:
@@ -183,7 +182,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Plan]]:
 def test_it_shows_and_keeps_what_was_found(measuring: Any, tmp_path: Path) -> None:
     plans = measuring(measured())
     path = tmp_path / "gpu.json"
-    arguments = ["gpu", "--size", "8MiB", "--from", "clone", "--repetitions", "3", "--json", str(path)]
+    arguments = ["gpu", "--repetitions", "3", "--json", str(path)]
     done = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     assert "slot, pinned slab" in done.stdout
@@ -192,14 +191,7 @@ def test_it_shows_and_keeps_what_was_found(measuring: Any, tmp_path: Path) -> No
     assert done.stderr == ""
     assert msgspec.json.decode(path.read_bytes())["notes"][0] == GPU
     (plan,) = plans
-    assert plan == Plan(sizes=(8 * MB,), ways=("clone",), repetitions=3)
-
-
-def test_everything_is_measured_if_nothing_is_chosen(measuring: Any) -> None:
-    plans = measuring(measured())
-    CliRunner().invoke(main, ["gpu"], catch_exceptions=False)
-    assert plans == [Plan()]
-    assert (plans[0].sizes[0], plans[0].sizes[-1]) == (64 * KB, 256 * MB)
+    assert plan == Plan(repetitions=3)
 
 
 LACKING = Coverage([Planned("bandwidth, 64 KB", ["clone"], 3)], [Gap("bandwidth, 64 KB", "clone", 0, Status.FAILED, "no")])
@@ -218,14 +210,6 @@ def test_it_fails_if_it_could_not_measure_or_a_target_is_missed(measuring: Any, 
     done = CliRunner().invoke(main, ["gpu"])
     assert done.exit_code == code
     assert message in done.stderr
-
-
-@for_each("size", ["8", "1000", "many"])
-def test_a_size_that_can_not_be_marked_is_refused(measuring: Any, size: str) -> None:
-    assert not measuring(measured())
-    done = CliRunner().invoke(main, ["gpu", "--size", size])
-    assert done.exit_code == 2
-    assert "--size" in done.stderr
 
 
 # -- the GPU -------------------------------------------------------------------------------------------------------------------
