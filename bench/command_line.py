@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -144,11 +144,6 @@ def benchmark(mode: str, default: Timing | None = None) -> Callable[[_Measure], 
         return click.command(mode, params=[*own])(run)
 
     return decorate
-
-
-def chosen(defaults: Mapping[str, Any], **given: Any) -> dict[str, Any]:
-    """Returns settings: what was given, and else the default."""
-    return {**defaults, **{name: value for name, value in given.items() if value}}
 
 
 # -- what is shown -------------------------------------------------------------------------------------------------------

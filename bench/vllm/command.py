@@ -21,7 +21,7 @@ from bench.servers import wait_until_it_answers
 from bench.serving.load import failures
 from bench.targets import Numbers, Target, ratios
 from bench.vllm import load, workers
-from bench.vllm.load import FULL, KINDS, LARGE, PARALLEL, QUICK, SIDES, WAYS, Case, Fleet, Measurement, Way, cpu_of, fleets
+from bench.vllm.load import LARGE, PARALLEL, WAYS, Case, Fleet, Measurement, Way, cpu_of, fleets
 from bench.vllm.server import Server, serve
 
 _OURS = "shmring"
@@ -115,30 +115,18 @@ TARGETS = (
 
 # -- the command ---------------------------------------------------------------------------------------------------------
 
-_SIDES = [str(side) for side in SIDES]
-
 
 @command_line.benchmark("vllm", Timing(12))
-@click.option("--quick", is_flag=True, help="What most targets speak about: 43 MB, two API servers; under ten minutes.")
-@command_line.repeatable("--way", "ways", WAYS, "Of tensors")
-@command_line.repeatable("--side", "sides", _SIDES, "Of pictures")
-@command_line.repeatable("--kind", "kinds", KINDS, "Of requests")
 @click.option("--workers", "with_workers", is_flag=True, help="Instead, 7 times: to two tensor-parallel workers, and back.")
 @command_line.environment_option("vllm", "vLLM")
-def vllm_command(timing: Timing, quick: bool, with_workers: bool, environment: Path, **choices: tuple[str, ...]) -> Findings:
+def vllm_command(timing: Timing, with_workers: bool, environment: Path) -> Findings:
     """Real vLLM with its tensors inline, through torch_shm and through shmring."""
     if with_workers:
-        if quick or any(choices.values()):
-            raise click.UsageError("--workers measures all that there is of them")
         asked = click.get_current_context().params["repetitions"]
         return _measure_workers(_OF_WORKERS.asked(asked), environment)
-    choices = command_line.chosen({"ways": tuple(WAYS), "sides": _SIDES, "kinds": KINDS}, **choices)
-    all_cases = QUICK if quick else FULL
-    cases = [case for case in all_cases if str(case.fleet.side) in choices["sides"] and case.kind in choices["kinds"]]
-    chosen = [way for way in WAYS if way in choices["ways"]]
-    runs = Repetitions[Case, Measurement]({case: case.fleet.ways(chosen) for case in cases}, timing.repetitions, _name)
-    for (fleet, its_cases), part in itertools.product(fleets(cases).items(), runs.parts(_STARTS)):
-        start = {way: functools.partial(_server, fleet, WAYS[way], environment) for way in fleet.ways(chosen)}
+    runs = Repetitions[Case, Measurement]({case: case.fleet.ways for case in load.CASES}, timing.repetitions, _name)
+    for (fleet, its_cases), part in itertools.product(fleets(load.CASES).items(), runs.parts(_STARTS)):
+        start = {way: functools.partial(_server, fleet, WAYS[way], environment) for way in fleet.ways}
         _measure(runs, its_cases, start, functools.partial(load.warm_up, fleet), load.measure, part)
     return report(runs.measured, runs.coverage(), _versions(environment))
 

@@ -33,7 +33,6 @@ from bench.vllm.server import Server, question
 #: How a request names its picture. ``jpeg``: as a file that the API server's cache knows; ``uuid``: by its name alone,
 #: which the cache knows; ``new``: as a file that nobody has seen, which has to be prepared.
 Kind = Literal["jpeg", "uuid", "new"]
-KINDS: tuple[Kind, ...] = ("jpeg", "uuid", "new")
 
 #: Of pictures, in pixels: 1, 10.8 and 43.4 MB of bfloat16 when prepared.
 SIDES = (416, 1344, 2688)
@@ -72,9 +71,10 @@ class Fleet:
         prepared_mb = self.side * self.side * 3 * 2 / 1e6  # of a picture
         return f"{prepared_mb:.0f} MB, {self.api_servers} API server{'s' * (self.api_servers > 1)}{engines}"
 
-    def ways(self, chosen: Sequence[str]) -> list[str]:
-        """Which of the chosen ways can serve so: torch_shm has one engine core only."""
-        return [way for way in chosen if way != "torch_shm" or self.engines == 1]
+    @property
+    def ways(self) -> list[str]:
+        """Which ways can serve so: torch_shm has one engine core only."""
+        return [way for way in WAYS if way != "torch_shm" or self.engines == 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,18 +97,15 @@ class Case:
 
 #: The servers, and those with several engine cores, that most targets speak about.
 LARGE, PARALLEL = Fleet(SIDES[-1], 2), Fleet(SIDES[-1], 2, engines=2)
-QUICK = [
+#: What is measured; new pictures of all sizes.
+CASES = [
     Case(LARGE, "jpeg", 8),
     Case(LARGE, "uuid", 8),
     Case(LARGE, "uuid", 1),
     Case(LARGE, "new", 8),
     Case(PARALLEL, "jpeg", 8),
+    *(Case(Fleet(*parts), "new", at_a_time) for *parts, at_a_time in itertools.product(SIDES[:-1], (1, 2), (1, 8))),
 ]
-
-
-#: All of them, by fleet.
-FULL = [Case(*parts) for parts in itertools.product(itertools.starmap(Fleet, itertools.product(SIDES, (1, 2))), KINDS, (1, 8))]
-FULL += [Case(PARALLEL, "jpeg", 8), Case(PARALLEL, "uuid", 8)]
 
 
 def fleets(cases: Sequence[Case]) -> dict[Fleet, list[Case]]:

@@ -17,7 +17,7 @@ from bench.results import Coverage
 from bench.serving.load import Latency
 from bench.vllm import command, load, workers
 from bench.vllm.command import report, vllm_command
-from bench.vllm.load import FULL, QUICK, SIDES, WAYS, Case, Fleet, Measurement, Way, fleets, for_a_while
+from bench.vllm.load import CASES, SIDES, WAYS, Case, Fleet, Measurement, Way, fleets, for_a_while
 from tests.tables import for_each
 
 
@@ -39,19 +39,18 @@ def measurement(requests_per_s: float, engine_ms: float = 5.0, lags_ms: Sequence
 
 
 def test_torch_shm_is_not_asked_for_what_it_cannot_do() -> None:
-    assert Fleet(1344, 2).ways(list(WAYS)) == list(WAYS)
-    assert Fleet(1344, 2, engines=2).ways(list(WAYS)) == ["shmring", "inline"]
+    assert Fleet(1344, 2).ways == list(WAYS)
+    assert Fleet(1344, 2, engines=2).ways == ["shmring", "inline"]
 
 
 def test_all_cases_of_a_fleet_are_measured_while_it_is_up() -> None:
-    planned = fleets(FULL)
-    assert sum(len(cases) for cases in planned.values()) == len(FULL) == len(set(FULL))
-    assert set(QUICK) <= set(FULL)
-    assert len(planned) == 2 * len(SIDES) + 1
+    planned = fleets(CASES)
+    assert sum(len(cases) for cases in planned.values()) == len(CASES) == len(set(CASES))
+    assert len(planned) == 2 * len(SIDES)
 
 
 def test_ratios_are_those_of_the_same_repetition_and_decide_the_targets() -> None:
-    jpeg = QUICK[0]
+    jpeg = CASES[0]
     measured = {
         "shmring": [measurement(30, 4.0), measurement(60, 4.0), measurement(15, 4.0)],
         "inline": [measurement(15), measurement(30), measurement(10)],
@@ -72,7 +71,7 @@ def test_ratios_are_those_of_the_same_repetition_and_decide_the_targets() -> Non
 
 
 def test_the_lag_is_that_of_all_repetitions() -> None:
-    new = QUICK[3]
+    new = CASES[3]
     short, long = [1.0] * 99, [1.0] * 98 + [100.0]
     measured = {
         "shmring": [measurement(6, lags_ms=short), measurement(6, lags_ms=[*short, 2.0]), measurement(6, lags_ms=long)],
@@ -85,7 +84,7 @@ def test_the_lag_is_that_of_all_repetitions() -> None:
 
 def test_requests_that_failed_are_told() -> None:
     failed = msgspec.structs.replace(measurement(3), failures={"HTTP 400 400": 2})
-    findings = report({QUICK[0]: {"shmring": [failed, failed]}}, Coverage([], []), "vllm 0.32")
+    findings = report({CASES[0]: {"shmring": [failed, failed]}}, Coverage([], []), "vllm 0.32")
     told = (
         "43 MB, 2 API servers: jpeg, 8 at a time, shmring: 4 requests failed, which are in no rate and no latency: HTTP 400 400"
     )
@@ -99,12 +98,12 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
 
 
 def test_an_environment_without_vllm_is_told_how_to_get_one(tmp_path: Path) -> None:
-    done = CliRunner().invoke(vllm_command, ["--quick", "--environment", str(tmp_path)])
+    done = CliRunner().invoke(vllm_command, ["--environment", str(tmp_path)])
     assert done.exit_code == 2
     assert "has no vLLM; `make test-vllm` makes an environment that has" in done.output
 
 
-@for_each("case", QUICK, ids=lambda case: case.title)
+@for_each("case", CASES, ids=lambda case: case.title)
 def test_fewer_requests_are_sent_one_at_a_time(case: Case) -> None:
     assert Case(case.fleet, case.kind, 1).requests * 2 == Case(case.fleet, case.kind, 8).requests
 
@@ -166,7 +165,8 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "vllm").touch()
     path = tmp_path / "vllm.json"
-    options = ["--quick", "--kind", "new", "--repetitions", "3", "--environment", str(tmp_path), "--json", str(path)]
+    monkeypatch.setattr(load, "CASES", CASES[3:4])
+    options = ["--repetitions", "3", "--environment", str(tmp_path), "--json", str(path)]
     done = CliRunner().invoke(vllm_command, options)
     assert done.exit_code == 3, done.output
     assert started == ["shmring", "inline", "torch_shm", "shmring"]  # nor is what did not start started again
