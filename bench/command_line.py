@@ -9,19 +9,18 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterable
+from collections.abc import Callable, Collection, Coroutine, Generator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
 import msgspec
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from bench.children import BenchError, on_uvloop
 from bench.machine import ROOT, Machine
 from bench.repetitions import Timing
-from bench.results import Coverage, Findings, Table, Verdict, format_nbytes, write_json
+from bench.results import Coverage, Findings, Table, format_nbytes, write_json
 from shmring.door import parse_nbytes
 
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -162,7 +161,9 @@ def show(findings: Findings) -> None:
     for note in findings.notes:
         stdout.print(note, highlight=False)
     if findings.targets:
-        stdout.print(_targets_table(findings.targets))
+        columns = ["target", "at", "asked", "measured", "", "detail"]
+        rows = [(each.what, each.at, each.asked, each.measured, each.word, each.detail) for each in findings.targets]
+        stdout.print(Table("targets", columns, rows, texts=tuple(columns)).rich())
     if findings.coverage is not None:
         if not findings.coverage.complete:
             stdout.print(gaps_table(findings.coverage).rich())
@@ -184,16 +185,6 @@ def machine_line(machine: Machine) -> str:
         f"{machine.torch}, numpy {machine.numpy}, msgspec {machine.msgspec}, uvloop {machine.uvloop}; shmring "
         f"{machine.shmring}{commit}"
     )
-
-
-def _targets_table(verdicts: Iterable[Verdict]) -> RichTable:
-    table = RichTable(title="targets")
-    for column in ("target", "at", "asked", "measured", "", "detail"):
-        table.add_column(column)
-    for verdict in verdicts:
-        style = "bold red" if verdict.fails else {True: None, False: "yellow", None: "dim"}[verdict.met]
-        table.add_row(verdict.what, verdict.at, verdict.asked, verdict.measured, verdict.word, verdict.detail, style=style)
-    return table
 
 
 def conclude(findings: Findings) -> None:

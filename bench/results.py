@@ -130,7 +130,7 @@ class Table(msgspec.Struct, frozen=True):
         table = RichTable(title=self.title)
         for number, column in enumerate(self.columns):
             left = not number or column in self.texts
-            table.add_column(column, justify="left" if left else "right", no_wrap=True)
+            table.add_column(column, justify="left" if left else "right", no_wrap=column not in self.texts)
         for row, following in itertools.zip_longest(self.rows, self.rows[1:]):
             ends = self.grouped and (following is None or row[0] != following[0])
             table.add_row(*map(str, row), end_section=ends)

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import click
 import msgspec
 
 from bench import columns
@@ -48,7 +47,7 @@ class Plan(NamedTuple):
         }
 
 
-QUICK = Plan(seeds=15, slabs=(_SLAB_NBYTES,), live=(10, _MANY_LIVE), batches=5)
+PLAN = Plan()
 
 
 class Filled(NamedTuple):
@@ -186,8 +185,7 @@ _NOTES = [
 
 
 @benchmark("allocator")
-@click.option("--quick", is_flag=True, help="Fewer traces: half a minute on an idle machine.")
-def allocator_command(quick: bool) -> Findings:
+def allocator_command() -> Findings:
     """How full the slab gets, also beside the stored run (bench/results/allocator.json), and what placing a slot costs."""
     stored = msgspec.json.decode(STORED.read_bytes(), type=Findings).results
-    return measure(QUICK if quick else Plan(), msgspec.convert(stored, list[Stored]))
+    return measure(PLAN, msgspec.convert(stored, list[Stored]))

@@ -26,6 +26,7 @@ from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
 _FIRST = 1  # the first leasable block; the header is before it
 _BATCH_S = 0.02  # of processor time; batches are as long as that at any speed, so that a slow subject takes no minutes
 _FEWEST_STEPS = 20
+_SLACK = 1.25  # range over what is live in it that lets a subject work without failing, where its time is measured
 
 
 class Policy(Protocol):
@@ -59,16 +60,10 @@ class Limit:
 
 
 class Subject(NamedTuple):
-    """Who places slots.
-
-    Attributes:
-        create: called with the first block of a range, and its length.
-        slack: range over what is live in it that lets it work without failing, where its time is measured.
-    """
+    """Who places slots; ``create`` is called with the first block of a range, and its length."""
 
     title: str
     create: Callable[[int, int], Policy]
-    slack: float = 1.25
 
 
 OURS, LIMIT = "shmring", "limit"
@@ -81,7 +76,6 @@ FILLED = {OURS: Subject("shmring", RunAllocator), **LEASED, LIMIT: Subject("limi
 TIMED = {
     OURS: FILLED[OURS],
     "book": Subject("shmring: lease book, 1 lease", lambda start, length: lone_book(length, 1)),
-    "book-many": Subject("shmring: lease book, 100 leases", lambda start, length: lone_book(length, 100), slack=3.0),
 }
 
 
@@ -116,7 +110,7 @@ class Timed:
     def __init__(self, subject: Subject, live: int) -> None:
         self._chance = random.Random(f"speed/{live}")
         # Room for the largest beside what is live on average, or ten slots may not fit.
-        length = int(subject.slack * live * slot_blocks(int(mean_nbytes()))) + 8 * slot_blocks(LARGEST_NBYTES)
+        length = int(_SLACK * live * slot_blocks(int(mean_nbytes()))) + 8 * slot_blocks(LARGEST_NBYTES)
         self._policy = subject.create(_FIRST, length)
         places = [self._place() for _ in range(live)]
         # No tuples: one that is taken out of thousands is in no cache, which would be counted as the policy's time.

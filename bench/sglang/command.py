@@ -6,11 +6,8 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-import msgspec
 
 from bench import columns, command_line
 from bench.columns import Column, compare
@@ -18,8 +15,7 @@ from bench.programs import Program
 from bench.repetitions import Measured, Repetitions, Timing
 from bench.results import Coverage, Findings
 from bench.sglang.ends import QUIET_ENVIRONMENT, Measurement, Order
-from bench.targets import Target, medians, ratios
-from shmring.memory.slab import SHM_DIRECTORY
+from bench.targets import Target, ratios
 
 _OURS, _THEIRS = "shmring", "sglang"
 WAYS: Mapping[str, Mapping[str, str]] = {_OURS: {"SHMRING_SGLANG": "1"}, _THEIRS: {}}
@@ -27,7 +23,6 @@ WAYS: Mapping[str, Mapping[str, str]] = {_OURS: {"SHMRING_SGLANG": "1"}, _THEIRS
 _MB = 1_000_000
 _SMALL, _LARGE = 10_800_000, 43_000_000  # a picture of 672 x 672 pixels of Qwen2-VL, and one of 1,344 x 1,344
 _COUNTS = {_SMALL: 40, _LARGE: 20}
-_KILLED = Order(10 * _MB, 40)
 _ORDER_LIMIT_S = 300.0  # a hundred times what one takes
 
 
@@ -44,8 +39,6 @@ class Case:
 
 
 CASES = (Case(_SMALL, 1), Case(_LARGE, 1), Case(_SMALL, 2), Case(_LARGE, 2))
-#: Which end is killed, and the ranks that there are.
-KILLS = {"scheduler": 1, "tokenizer": 1, "rank": 2}
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
@@ -76,30 +69,22 @@ TARGETS = (
 )
 
 
-_LEFT = Target(
-    "SGLang, left in /dev/shm when an end is killed", "40 x 10 MB under way", 0, "MB",
-    medians(_OURS, float, {end: end for end in KILLS}), at_least=False,
-)  # fmt: skip
-
-
-def report(measured: Measured, left: Measured, coverage: Coverage, versions: str) -> Findings:
-    title = f"Left in /dev/shm when an end was killed, {_KILLED.count} tensors of {_KILLED.nbytes // _MB} MB under way"
-    tables = [
-        compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS),
-        compare(title, ("killed", "way"), left, (columns.median("left, MB", float),)),
-    ]
+def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
     notes = [
         "SGLang's own code sends tensors from a tokenizer to the ranks of a scheduler. Each rank copies them to memory that "
         "stands for a GPU's. With shmring, the plug-in is loaded as in a server. There is no HTTP, no processor and no model. "
         "The processes of both ways run at the same time, and the ways are measured in turn, in alternating order. Medians of "
         "the repetitions. CPU is the user and system time of all threads, for each tensor. Ratios are medians of those within "
         "a repetition. inline: tensors that were sent in SGLang's message.",
-        "One side is killed with SIGKILL when a fifth of the tensors was received. What it left is counted when nothing "
-        "changes any more, while the other processes still live.",
         versions,
     ]
-    verdicts = [*(target.judge(measured) for target in TARGETS), _LEFT.judge(left)]
-    return Findings(mode="sglang", tables=tables, notes=notes, targets=verdicts, coverage=coverage)
+    return Findings(
+        mode="sglang",
+        tables=[compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS)],
+        notes=notes,
+        targets=[target.judge(measured) for target in TARGETS],
+        coverage=coverage,
+    )
 
 
 # -- the run -------------------------------------------------------------------------------------------------------------
@@ -117,49 +102,17 @@ def _ends(way: str, ranks: int, environment: Path) -> Iterator[Program]:
             yield ends
 
 
-def _measure(runs: Repetitions[Case, Measurement], environment: Path) -> None:
+@command_line.benchmark("sglang", Timing(7))
+@command_line.environment_option("sglang", "SGLang")
+def sglang_command(timing: Timing, environment: Path) -> Findings:
+    """Both ends of SGLang, its tensors by its own way and through shmring."""
+    runs = Repetitions[Case, Measurement](dict.fromkeys(CASES, tuple(WAYS)), timing.repetitions)
     for ranks in dict.fromkeys(case.ranks for case in CASES):
-        of_ranks = [case for case in CASES if case.ranks == ranks]
         with contextlib.ExitStack() as stack:
             ends = {way: stack.enter_context(_ends(way, ranks, environment)) for way in WAYS}
 
             def measure(case: Case, way: str, ends: Mapping[str, Program] = ends) -> Measurement:
                 return ends[way].order(Order(case.nbytes, _COUNTS[case.nbytes]), Measurement)
 
-            runs.measure(of_ranks, measure)
-
-
-def _kill(end: str, way: str, environment: Path) -> float:
-    """Kills an end, and returns how many MB are left in ``/dev/shm``."""
-    with _ends(way, KILLS[end], environment) as ends:
-        before = _segments()
-        ends.order(msgspec.structs.replace(_KILLED, kill=end), str)
-        left: dict[str, int] = {}
-        while (now := {name: nbytes for name, nbytes in _segments().items() if name not in before}) != left:
-            left = now  # the ends that live go on with what they have been sent
-            time.sleep(2)
-    for name in left:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(SHM_DIRECTORY / name)
-    return sum(left.values()) / _MB
-
-
-def _segments() -> dict[str, int]:
-    segments = {}
-    for entry in os.scandir(SHM_DIRECTORY):
-        if entry.name.startswith(("sgl_shm_mm", "shmring-")):
-            with contextlib.suppress(FileNotFoundError):
-                segments[entry.name] = entry.stat().st_size
-    return segments
-
-
-@command_line.benchmark("sglang", Timing(7))
-@command_line.environment_option("sglang", "SGLang")
-def sglang_command(timing: Timing, environment: Path) -> Findings:
-    """Both ends of SGLang, its tensors by its own way and through shmring."""
-    runs = Repetitions[Case, Measurement](dict.fromkeys(CASES, tuple(WAYS)), timing.repetitions)
-    kills = Repetitions[str, float](dict.fromkeys(KILLS, tuple(WAYS)), 1, lambda end: f"kill -9 of the {end}")
-    _measure(runs, environment)
-    kills.measure(list(KILLS), lambda end, way: _kill(end, way, environment))
-    coverage = runs.coverage() + kills.coverage()
-    return report(runs.measured, kills.measured, coverage, command_line.versions(environment, "sglang", "torch"))
+            runs.measure([case for case in CASES if case.ranks == ranks], measure)
+    return report(runs.measured, runs.coverage(), command_line.versions(environment, "sglang", "torch"))

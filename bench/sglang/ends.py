@@ -1,7 +1,7 @@
 """A program: a tokenizer and the ranks of a scheduler, each a process, with SGLang's own code for what is sent between them.
 
 ``python -m bench.sglang.ends RANKS`` runs in an environment that has SGLang, as a :class:`bench.programs.Program`. It answers
-an :class:`Order` with a :class:`Measurement`, or says that an end was killed.
+an :class:`Order` with a :class:`Measurement`.
 
 What is SGLang's: the pointers that tensors are wrapped in (with ``SHMRING_SGLANG=1`` the plug-in replaces them, by the same
 entry point and hooks as in a server), their encoding for ZMQ, the broadcast to other ranks by gloo, and the barrier before
@@ -14,8 +14,6 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -33,14 +31,10 @@ _WARM_UP = 3  # messages before anything is timed
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What to do: send so many tensors of a size, one after the other.
-
-    Or kill an end, ``scheduler``, ``tokenizer`` or ``rank``, when a fifth of them was received.
-    """
+    """What to do: send so many tensors of a size, one after the other."""
 
     nbytes: int
     count: int
-    kill: str = ""
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -214,34 +208,10 @@ class _Tokenizer:
             self._done.recv()
 
 
-async def _kill(tokenizer: _Tokenizer, order: Order, ranks: list[Any]) -> None:
-    """Kills a scheduler or a rank when a fifth of the tensors was received, and sends the rest."""
-    import torch
-
-    source = torch.ones(order.nbytes, dtype=torch.uint8)
-    for number in range(order.count):
-        if number == order.count // 5:
-            tokenizer.hear(number)
-            victims = {"scheduler": ranks[0].pid, "rank": ranks[-1].pid}
-            if order.kill in victims:
-                os.kill(victims[order.kill], signal.SIGKILL)
-        source.fill_(1)
-        tokenizer.send(source, 1)
-        await asyncio.sleep(0)
-
-
-async def _obey(tokenizer: _Tokenizer, ranks: list[Any]) -> None:
-    """Measures; or kills an end, whichever it is. Then this process waits for its own end."""
+async def _obey(tokenizer: _Tokenizer) -> None:
     await tokenizer.connect()
     for order, answer in orders(Order):
-        if not order.kill:
-            answer(await tokenizer.measure(order))
-            continue
-        await _kill(tokenizer, order, ranks)
-        answer("killed")
-        if order.kill == "tokenizer":
-            os.kill(os.getpid(), signal.SIGKILL)
-        signal.pause()
+        answer(await tokenizer.measure(order))
 
 
 def main(ranks: int) -> None:
@@ -255,7 +225,7 @@ def main(ranks: int) -> None:
         for process in processes:
             process.start()
         try:
-            asyncio.run(_obey(_Tokenizer(ranks, directory), processes))
+            asyncio.run(_obey(_Tokenizer(ranks, directory)))
         finally:
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):

@@ -193,8 +193,8 @@ def test_a_run_says_what_it_found_and_whether_it_is_less_full_than_the_stored_on
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "allocator.json"
-    monkeypatch.setattr("bench.allocation.command.QUICK", Plan(seeds=2, slabs=(SLAB_NBYTES,), live=(10,), batches=1))
-    done = CliRunner().invoke(allocator_command, ["--quick", "--json", str(path)], catch_exceptions=False)
+    monkeypatch.setattr("bench.allocation.command.PLAN", Plan(seeds=2, slabs=(SLAB_NBYTES,), live=(10,), batches=1))
+    done = CliRunner().invoke(allocator_command, ["--json", str(path)], catch_exceptions=False)
     assert done.exit_code == 0
     assert "fill at the first failure" in done.output
     found = json.loads(path.read_bytes())
@@ -211,9 +211,9 @@ def test_a_run_says_what_it_found_and_whether_it_is_less_full_than_the_stored_on
         "minimum fill, beside the stored run": None,
     }
     monkeypatch.setattr("bench.allocation.command.STORED", path)
-    done = CliRunner().invoke(allocator_command, ["--quick"])
+    done = CliRunner().invoke(allocator_command, [])
     assert done.exit_code == 0, "a fill depends on nothing but the seeds"
     found["results"][0]["fill"]["mean"] += 1e-9
     path.write_text(json.dumps(found))
-    done = CliRunner().invoke(allocator_command, ["--quick"])
+    done = CliRunner().invoke(allocator_command, [])
     assert (done.exit_code, "1 target missed" in done.output) == (1, True)
