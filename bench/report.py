@@ -1,8 +1,9 @@
 """``bench report``: docs/benchmarks.md, the pages in docs/benchmarks/, and the README's plot, from results that were stored.
 
-A page says what the JSON files say (:class:`bench.results.Findings`), and nothing else: no clock, no git and no code that is
-measured. So the same files give the same pages at every commit, and a test compares them with those that are there. Each
-number has its date, its commit and its machine; it is about that commit, and is not judged again.
+A page says what the JSON files say (:class:`bench.results.Findings`), and what has been allowed to grow since
+(tests/instructions/budget.json); and nothing else: no clock, no git and no code that is measured. So the same files give the
+same pages at every commit, and a test compares them with those that are there. Each number has its date, its commit and its
+machine; it is about that commit, and is not judged again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 
 from bench import plots
 from bench.command_line import gaps_table
-from bench.machine import Machine
+from bench.machine import ROOT, Machine
 from bench.results import Findings, Table, Verdict, format_nbytes
 from bench.transport import Stored
 
@@ -39,9 +40,9 @@ _RULE = """\
 compares the page with what the program says.
 
 **A claim is dated.** It is about the commit that it names, on the machine that it names: `2026-11-28, 8d5e5d60, A`. It is
-measured again before a release, by `make bench-all`. In between, each commit passes the gates, which count the instructions of
-a message, of a request and of a chat: a commit that adds some fails, or says why. As long as all gates since its commit have
-held, a claim is carried. It is never judged again from old numbers.
+measured again before a release, by `make bench-all`. In between, `make instructions` counts the instructions of a message, of
+a request and of a chat beside an earlier commit: a commit that adds some fails, or allows them and says why. A claim is carried
+as long as that has held since its commit. It is never judged again from old numbers.
 
 Look at the ratios: both of their numbers come from one run on one machine. Another machine has other numbers.
 """
@@ -101,6 +102,32 @@ class ReportError(click.ClickException):
     """There is nothing to report, or a file holds something else."""
 
 
+class _Allowance(msgspec.Struct, frozen=True):
+    percent: float
+    why: str
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """The commit that instructions are compared with, and which cases were allowed to take more of them since."""
+
+    beside: str
+    allowed: dict[str, _Allowance]
+
+    @classmethod
+    def read(cls) -> Budget:
+        return msgspec.json.decode((ROOT / "tests" / "instructions" / "budget.json").read_bytes(), type=cls)
+
+    def parts(self) -> Iterator[str]:
+        commit = f"`{self.beside[:8]}`"
+        rest = "; older ones say what was true at theirs.\n"
+        if not self.allowed:
+            yield f"Nothing was allowed to grow since {commit}. So claims of that commit and of later ones are carried{rest}"
+            return
+        yield f"Claims of {commit} and of later commits are carried, but for what was allowed to grow since{rest}"
+        rows = [(case, f"{allowance.percent:g} %", allowance.why) for case, allowance in self.allowed.items()]
+        yield Table("", ["case", "more instructions", "why"], rows, texts=("why",)).markdown()
+
+
 def build(results_directory: Path, docs_directory: Path) -> list[Path]:
     """Writes the pages, and ``speed.svg``, the README's plot of the result that is called ``transport``.
 
@@ -114,17 +141,16 @@ def build(results_directory: Path, docs_directory: Path) -> list[Path]:
             raise _wrong(results_directory / "transport.json", error) from error
         plots.draw_overview(drawn, findings.machine, docs_directory / "speed.svg")
     written = []
-    for name, text in pages(stored).items():
+    for name, text in pages(stored, Budget.read()).items():
         written.append(docs_directory / name)
         written[-1].parent.mkdir(parents=True, exist_ok=True)
         written[-1].write_text(text)
     return written
 
 
-def pages(stored: _Results) -> dict[str, str]:
+def pages(stored: _Results, budget: Budget) -> dict[str, str]:
     """Returns the text of each page for which there is something, by its path; of the first one in any case."""
     made = {}
-    machines = _Machines(stored)
     for page in _PAGES:
         of_page = {
             name: findings
@@ -133,7 +159,7 @@ def pages(stored: _Results) -> dict[str, str]:
             if findings.mode == mode and _page_of(mode) is page
         }
         if of_page or page is _PAGES[0]:
-            made[page.path] = "\n".join(part.rstrip("\n") + "\n" for part in _parts(page, stored, of_page, machines))
+            made[page.path] = "\n".join(part.rstrip("\n") + "\n" for part in _parts(page, stored, of_page, budget))
     return made
 
 
@@ -141,11 +167,13 @@ def _page_of(mode: str) -> _Page:
     return next((page for page in _PAGES if mode in page.modes), _PAGES[0])
 
 
-def _parts(page: _Page, stored: _Results, of_page: _Results, machines: _Machines) -> Iterator[str]:
+def _parts(page: _Page, stored: _Results, of_page: _Results, budget: Budget) -> Iterator[str]:
+    machines = _Machines(stored)
     yield f"# {page.title}\n"
     if page.head:
         yield page.head
     if page is _PAGES[0]:
+        yield from budget.parts()
         yield "## What was measured\n"
         yield _summary(stored)
         yield runs_table(stored).markdown()
@@ -235,7 +263,7 @@ def _section(mode: str, results: _Results, machines: _Machines) -> Iterator[str]
         ).markdown()
     said: set[str] = set()
     for name, findings in results.items():
-        command = f", by `{findings.command}`" if findings.command else ""
+        command = f", by `{findings.command.strip()}`" if findings.command else ""
         yield f"**{name}**, measured on {machines.when(findings)}{command}.\n"
         for table in findings.tables:
             yield f"{table.title}:\n"

@@ -21,7 +21,7 @@ from bench.gpu.command import TARGETS, Plan, Results, report
 from bench.gpu.copies import WAYS
 from bench.gpu.device import Gpu
 from bench.gpu.processes import Numbers
-from bench.report import pages
+from bench.report import Budget, pages
 from bench.results import Coverage, Gap, Planned, Status, Verdict
 from shmring.gpu.cuda import TorchCuda
 
@@ -140,7 +140,7 @@ def test_tables_say_what_was_measured() -> None:
 
 
 def test_a_report_has_a_page() -> None:
-    text = pages({"gpu": report(measured())})["benchmarks/gpu.md"]
+    text = pages({"gpu": report(measured())}, Budget("abc", {}))["benchmarks/gpu.md"]
     assert f"- {GPU}" in text
     assert "| 64 MB | slot, pinned slab | 50.00 |" in text
 

@@ -21,6 +21,7 @@ from bench.transport import Stored
 from tests.tables import for_each
 
 RESULTS, DOCS = ROOT / "bench" / "results", ROOT / "docs"
+BUDGET = report.Budget("4e1074dbf33b4594", {})
 GOOD = Verdict("speed", "all", ">= 1 x", "2 x", True)
 BAD = Verdict("speed", "all", ">= 1 x", "0.5 x", False, "small: 0.5")
 
@@ -43,7 +44,7 @@ def section(text: str, title: str) -> str:
 
 
 def test_the_pages_say_what_their_generator_says_at_this_commit() -> None:
-    made = report.pages(report.read(RESULTS))
+    made = report.pages(report.read(RESULTS), report.Budget.read())
     there = {str(path.relative_to(DOCS)): path.read_text() for path in (DOCS / "benchmarks").glob("*.md")}
     assert {"benchmarks.md": (DOCS / "benchmarks.md").read_text(), **there} == made, "python -m bench report"
 
@@ -53,7 +54,7 @@ def test_a_person_can_read_the_first_page() -> None:
     assert len(lines) < 260
     of_runs = [findings for findings in report.read(RESULTS).values() if findings.machine is not None]
     assert all(findings.machine and findings.machine.date and findings.machine.commit for findings in of_runs)
-    made = report.pages(report.read(RESULTS)).values()
+    made = report.pages(report.read(RESULTS), report.Budget.read()).values()
     claims = [row for page in made for row in re.findall(r"\| (?:met|missed\b.*?) \| .*", page) if row != "| met | missed |"]
     dated = re.compile(r"\| .* \| \d{4}-\d\d-\d\d, [0-9a-f]{8}\+?, [A-Z] \|")
     assert len(claims) > 100
@@ -85,7 +86,7 @@ def test_a_page_says_what_was_measured_and_when_and_where() -> None:
         coverage=Coverage.of([Planned("4 KB", ["zenoh"], 3)], {}, {("4 KB", "zenoh"): (Status.EXCLUDED, reason)}),
     )
     stored = {"transport": findings, "soak": findings_of("soak", machine=machine_of("fedcba98-dirty", cpu="2"))}
-    made = report.pages(stored)
+    made = report.pages(stored, BUDGET)
     assert list(made) == ["benchmarks.md", "benchmarks/peers.md"]
     transport = section(made["benchmarks/peers.md"], "Transport")
     assert "| speed | all | >= 1 x | 2 x | met | 2026-11-28, 01234567, A |" in transport
@@ -103,7 +104,7 @@ def test_a_page_says_what_was_measured_and_when_and_where() -> None:
 
 def test_a_miss_says_where_and_which_decision_explains_it() -> None:
     known = msgspec.structs.replace(BAD, what="fill", decision=8)
-    made = report.pages({"cost": findings_of("cost", BAD, known)})["benchmarks.md"]
+    made = report.pages({"cost": findings_of("cost", BAD, known)}, BUDGET)["benchmarks.md"]
     assert "| speed | all | >= 1 x | 0.5 x | missed: small: 0.5 | " in made
     assert "| fill | all | >= 1 x | 0.5 x | missed: decision 8: small: 0.5 | " in made
     assert "2 claims: 0 met, 2 missed (1 of them for a reason that a decision gives)" in made
@@ -119,14 +120,25 @@ def test_of_several_results_the_last_measurement_is_the_claim(first: str, second
         ),
         "steps": findings_of("steps", GOOD),
     }
-    made = report.pages(stored)["benchmarks.md"]
+    made = report.pages(stored, BUDGET)["benchmarks.md"]
     assert f"| speed | all | >= 1 x | {said} |" in section(made, "Cost")
     assert made.count("| speed |") == 2
     assert section(made, "Cost").count("measured on") == 4, "each result is shown"
 
 
+def test_what_was_allowed_to_grow_is_said() -> None:
+    def said(**allowed: dict[str, object]) -> str:
+        budget = msgspec.convert({"beside": "4e1074dbf33b", "allowed": allowed}, report.Budget)
+        return report.pages({"cost": findings_of("cost", GOOD)}, budget)["benchmarks.md"].partition("## What")[0]
+
+    assert "Nothing was allowed to grow since `4e1074db`. So claims of that commit and of later ones are carried" in said()
+    grown = said(abort={"percent": 3.5, "why": "it is counted"})
+    assert "but for what was allowed to grow since" in grown
+    assert "| abort | 3.5 % | it is counted |" in grown
+
+
 def test_a_mode_that_no_page_has_is_on_the_first_one() -> None:
-    made = report.pages({"new": Findings("new", tables=[Table("Memory", ["a"], [])])})
+    made = report.pages({"new": Findings("new", tables=[Table("Memory", ["a"], [])])}, BUDGET)
     assert "Memory:" in section(made["benchmarks.md"], "New")
     assert "| [new](#new) | not known |" in made["benchmarks.md"]
 

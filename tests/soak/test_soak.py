@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+from bench.report import Budget
 from bench.report import pages as build_pages
 from tests.fleet.cargo import CorruptedError, check_stamp, stamp
 from tests.fleet.footprint import Footprint, footprint
@@ -162,7 +163,7 @@ def test_what_is_kept_of_a_run_has_its_longest_stall_and_no_samples() -> None:
 
 def test_the_benchmarks_pages_show_a_stored_run() -> None:
     seen = observed(cycles=3)
-    text = build_pages({"soak": report.findings(Plan.of(1), seen, judge(seen))})["benchmarks.md"]
+    text = build_pages({"soak": report.findings(Plan.of(1), seen, judge(seen))}, Budget("abc", {}))["benchmarks.md"]
     assert "soak: what happened in the phases" in text
 
 
