@@ -54,7 +54,7 @@ ROUTES = {
     "POST /v1/chat/completions": "",
     "POST /v1/responses": "`n` and `max_tokens` are of chats",
     "GET /v1/responses/{response_id}": "whole; for `--response-lifetime`, within `--response-store-nbytes`, and for its caller "
-    "alone. `DELETE` forgets it; `/input_items` lists what it was asked with",
+    "alone. `DELETE` forgets it; `/input_items` lists its input",
     "POST /v1/responses/{response_id}/cancel": "refused, as nothing goes on in the background",
     "POST /v1/messages": "as Anthropic's API: a picture is a block `image`; the server runs no tools of its own",
     "POST /v1/messages/count_tokens": "with `--executor transformers` or `vllm`; pictures count as well",

@@ -8,7 +8,7 @@ step, and in the order in which an executor gets the requests of a step.
 An owner who comes begins with what the least of those who are there has, less a little credit: nobody saves up time by staying
 away, or pays for what others used before. Whoever leaves in debt finds it again, as long as others have less.
 
-An account is a book: no clock, no loop. Who calls says the time.
+An account is a book: no clock, no loop. The time is an argument of each call.
 
 Invariant: an owner who has requests has an account; one without them has one only while it is above the least.
 

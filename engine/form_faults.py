@@ -1,7 +1,8 @@
 """What is wrong with a form that can't be compiled, in the words of whoever wrote it, and where in it.
 
-llguidance names neither a place in a schema nor, always, what its caller could know. So the parts of the schema are compiled by
-themselves: of those with the same fault as the whole, the innermost is where the fault is. And its sentences are said again.
+llguidance never names a place in a schema, and its messages use words that a caller can't know. So each part of the schema is
+compiled alone: the innermost part that has the same fault as the whole is where the fault is. And the messages of llguidance
+are replaced by others.
 
 This module imports nothing that needs torch: trials use it in a small process.
 """

@@ -1,7 +1,7 @@
 """What an engine's steps were spent on in the last seconds, and what that means: for people who ask why it is slow now.
 
-A book: no clock, no loop. Whoever executes steps says the time, and what was spent so far; so does whoever asks, and what the
-step that runs has spent counts as well.
+A book: no clock, no loop. Whoever executes steps passes the time and what was spent so far. Whoever asks passes them, too, so
+that the step that is running counts as well.
 """
 
 from __future__ import annotations

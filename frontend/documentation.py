@@ -302,7 +302,7 @@ def _stored_responses() -> dict[str, dict[str, Any]]:
             "get": of("Return a response that the server keeps", "ResponsesAnswer", (400,), stream),
             "delete": of("Forget a response", "DeletedResponse", ()),
         },
-        f"{path}/input_items": {"get": of("List what a response was asked with", "InputItemList", (400,), *page)},
+        f"{path}/input_items": {"get": of("List the items that were a response's input", "InputItemList", (400,), *page)},
         f"{path}/cancel": {"post": cancel},
     }
 

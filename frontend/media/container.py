@@ -278,13 +278,13 @@ def missing_of(
         decoders: that may be used.
         end_s: when the track's last packet ends.
         max_nbytes: of a file that is accepted: a larger size is no promise.
-        max_duration_s: that is accepted: a longer one is no promise.
+        max_duration_s: that is accepted: a longer one does not count.
     """
     if file.demuxer == "mov" and not file.is_whole:
         return missing_samples(stream, len(file.data))
     promised = promised_s(file.container, stream, file.data, max_duration_s)
     if file.demuxer == "mov":
-        return missing_s(promised, end_s) + lost_fragments(file.piece.fragments, file.piece.moved, stream)
+        return missing_s(promised, end_s, max_duration_s) + lost_fragments(file.piece.fragments, file.piece.moved, stream)
     if file.demuxer == "wav":
         shortfall = wav_sizes(file.data, max_nbytes).shortfall
         return [shortfall] if shortfall else []
@@ -294,10 +294,10 @@ def missing_of(
             assert isinstance(track, AudioStream), "it is the same file"
             return lost_pages(again.data, again.container, track)
     if file.demuxer != "matroska":
-        return missing_s(promised, end_s)
+        return missing_s(promised, end_s, max_duration_s)
     # Its duration is that of the longest track. And libav passes over what is damaged without a word, up to the next cluster.
     last_end_s, lost_s = _survey(file.piece, what, decoders, stream.index)
-    missing = missing_s(promised, max(end_s, last_end_s))
+    missing = missing_s(promised, max(end_s, last_end_s), max_duration_s)
     if lost_s > 0:
         missing.append(Shortfall(missing=lost_s, promised=promised or last_end_s, unit="s", cause="are missing in the middle"))
     return missing

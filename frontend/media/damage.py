@@ -4,14 +4,16 @@ A file promises something: a number of bytes, samples, frames or rows. This prom
 read. Each format says in its own way how much there is:
 
 =======================  ==================================================================
-WAV                      bytes of samples; sizes beyond what is accepted are no promise
+WAV, AIFF                bytes of samples; sizes beyond what is accepted are no promise
 MP4, QuickTime           the samples that its index lists, or its fragments do
 Matroska, WebM           the duration, and that all bytes belong to packets
 MP3                      the frames that its first one counts (``Xing``, ``Info``, ``VBRI``)
-FLAC, AIFF, CAF, AVI     samples or frames, in the header
+FLAC, CAF, AVI           samples or frames, in the header
 Ogg                      that the pages of a recording are numbered without a gap
 JPEG, PNG, BMP, GIF      rows
 =======================  ==================================================================
+
+A length beyond what is accepted does not count, and is told: nobody can say whether it was cut off or made up.
 
 AAC, MPEG-TS and MP3s without such a frame promise nothing: the bytes that are there count as the whole. An Ogg and a GIF at
 least mark their end, so a missing end is noticed. Besides, packets that can't be decoded are left out and counted.
@@ -51,6 +53,7 @@ TOLERATED_PACKETS = 2
 
 # Durations in headers count silence that decoders leave out, and are rounded to frames: 80 ms for Opus, 46 for AAC.
 _ROUNDING_S = 0.1
+_MOST_S = 24 * 3600.0  # what says that it is longer does not know how long it is
 _SHOWN_SEAMS = 3
 _MAX_TOLD = 4
 _MP3_HEAD_NBYTES = 4096  # its first frame, which has 1441 at most, and some padding before
@@ -125,15 +128,16 @@ def promised_s(
 ) -> float | None:
     """Returns how many seconds a track should have, as its file says it; None: it does not say so.
 
-    What would be longer than what is accepted is said by nobody who knows it: programs that write to a pipe put a large number
-    where the length belongs.
+    Programs that write to a pipe put a large number where the length belongs. More than a day is no promise; nor is more than
+    is accepted in an AIFF, where they put a number of bytes that lasts for hours.
 
     libav returns a duration for all files. For some it is a guess from the bytes that are there, which is no promise. The
     tables of an MP4 say more (:func:`shmring.frontend.media.mp4.missing_samples`), and so do the sizes in a WAV file
     (:func:`shmring.frontend.media.riff.wav_sizes`).
     """
     promised = _said_s(container, stream, data)
-    return promised if promised is not None and promised <= max_duration_s else None
+    most_s = max_duration_s if container.format.name == "aiff" else _MOST_S
+    return promised if promised is not None and promised <= most_s else None
 
 
 def _said_s(
@@ -165,10 +169,20 @@ def missing_end(demuxer: str, data: bytes | memoryview) -> Shortfall | None:
     return None if is_whole else Shortfall(missing=0, promised=0, unit="", cause=f"its end is missing ({demuxer.upper()})")
 
 
-def missing_s(promised: float | None, read_s: float) -> list[Shortfall]:
-    """Compares seconds."""
+def missing_s(promised: float | None, read_s: float, max_duration_s: float) -> list[Shortfall]:
+    """Compares seconds.
+
+    Args:
+        promised: by the file.
+        read_s: that were there.
+        max_duration_s: that is accepted. What should be longer may be cut off, or its length was made up by a program that did
+            not know it: it is used, and its caller is told.
+    """
     if promised is None or promised - read_s <= _ROUNDING_S:
         return []
+    if promised > max_duration_s:
+        cause = f"it says that it has {_number(promised)} s, and {_number(read_s)} s are there"
+        return [Shortfall(missing=0, promised=0, unit="", cause=cause, is_damage=False)]
     return [Shortfall(missing=promised - read_s, promised=promised, unit="s")]
 
 

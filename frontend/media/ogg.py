@@ -1,8 +1,9 @@
 """Pages that an Ogg file lacks: each page has a number, and says how much sound there is up to its end.
 
-Page by page, recordings are sent and stored; libav leaves out a page whose checksum is wrong. What follows is decoded as if
-nothing were between, so the file alone tells. A page's number says that others are missing, and its *granule*, the number of
-samples up to its end, how long they were. A granule alone says nothing, since a sender may pause.
+Recordings are sent and stored page by page. libav leaves out a page whose checksum is wrong, and decodes the next one as if it
+followed directly, so only the file shows that a page is missing. The number of the next page shows that pages are missing. Its
+*granule*, the number of samples up to its end, shows how long they were. A granule alone shows nothing, since a sender may
+pause.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""WAV files whose sizes are wrong, and such that were joined. libav says nothing of either: it reads up to where it takes the
-samples to end.
+"""WAV files with wrong sizes, and WAV files that were joined. libav reports neither: it stops reading where it believes that
+the samples end.
 
 A recorder that writes to a pipe can't know how long the recording will be. It writes some large size, or none; one that was
 killed leaves 0. A size that would make the file larger than is accepted could never be kept, so it promises nothing: the

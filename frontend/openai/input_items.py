@@ -1,7 +1,7 @@
-"""What a response that is kept was asked with, as a list of items, in pages: `GET /v1/responses/{response_id}/input_items`.
+"""The input of a response that the server keeps, as a list of items, in pages: `GET /v1/responses/{response_id}/input_items`.
 
-Items are kept as their callers have sent them. Here each gets a name, and the form that OpenAI's types have, whatever its
-caller has left out or written as chats have it.
+Items are kept as their callers have sent them. Here each gets a name and the form of OpenAI's types, also if its caller has
+left out a field or has written a part as chats do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ItemPage(msgspec.Struct, frozen=True):
 
 
 class InputItemList(msgspec.Struct):
-    """The answer to `GET /v1/responses/{response_id}/input_items`: items as the response was asked with them."""
+    """The answer to `GET /v1/responses/{response_id}/input_items`: a page of the items that were the response's input."""
 
     data: list[dict[str, Any]]
     first_id: str | None
@@ -61,7 +61,7 @@ def list_items(items: Sequence[InputItem], number: str, page: ItemPage) -> Input
     """Lists a page of items.
 
     Args:
-        items: all that a response was asked with, in their order.
+        items: the whole input of a response, in its order.
         number: what its names have in common.
         page: which.
 

@@ -139,7 +139,7 @@ class StoredResponses:
         return content
 
     async def list_input(self, response_id: str, account: bytes, page: ItemPage) -> bytes:
-        """Returns a page of the items that a response was asked with, as JSON.
+        """Returns a page of the items that were the input of a response, as JSON.
 
         Raises:
             ApiError: 404, it is not kept; 400, the page begins after no item.

@@ -137,7 +137,7 @@ async def test_a_response_is_returned_cancelled_and_deleted(client: openai.Async
     assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
 
 
-async def test_what_a_response_was_asked_with_is_listed(client: openai.AsyncOpenAI, others: openai.AsyncOpenAI) -> None:
+async def test_the_input_of_a_response_is_listed(client: openai.AsyncOpenAI, others: openai.AsyncOpenAI) -> None:
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     asked: Any = [
         {"role": "system", "content": "Be brief."},

@@ -258,6 +258,66 @@ def test_sounds_clips_and_texts_find_their_like(server: Server) -> None:
     assert nearest.tolist() == list(range(count, count + 6))
 
 
+def parts_of_a_recording(seconds: tuple[float, ...], container: str) -> list[bytes]:
+    """Consecutive parts of a sound that goes up, each of them a file."""
+    rate, files, start = 16_000, [], 0.0
+    for length in seconds:
+        times = start + np.arange(round(rate * length)) / rate
+        samples = (16_000 * np.sin(2 * np.pi * (200 * times + 300 * times**2))).astype(np.int16)
+        start += length
+        file = io.BytesIO()
+        with av.open(file, "w", format=container) as output:
+            stream = output.add_stream("pcm_s16le" if container == "wav" else "flac", rate=rate, layout="mono")
+            frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+            frame.rate = rate
+            output.mux([*stream.encode(frame), *stream.encode()])
+        files.append(file.getvalue())
+    return files
+
+
+def parts_of_a_clip(container: str) -> list[bytes]:
+    """Two seconds of pictures that move, in two files whose times begin at the same, and in one."""
+    picture = Image.open(SAMPLES / "astronaut.jpg").convert("RGB").resize((480, 360))
+    files = []
+    for indexes in (range(24), range(24, 48), range(48)):
+        file = io.BytesIO()
+        with av.open(file, "w", format=container) as output:
+            stream = output.add_stream("libx264", rate=24)
+            stream.width, stream.height, stream.pix_fmt = 320, 240, "yuv420p"
+            for index in indexes:
+                frame = av.VideoFrame.from_image(picture.crop((160 * index // 48, 0, 160 * index // 48 + 320, 240)))
+                output.mux(stream.encode(frame))
+            output.mux(stream.encode())
+        files.append(file.getvalue())
+    return files
+
+
+async def test_files_that_were_joined_are_used_whole_and_told(server: Server, http: httpx.AsyncClient) -> None:
+    async def embed(kind: str, file: bytes) -> tuple[np.ndarray[Any, Any], str]:
+        url = f"data:{kind}/x;base64,{base64.b64encode(file).decode('ascii')}"
+        content = {"messages": [{"role": "user", "content": [{"type": f"{kind}_url", f"{kind}_url": {"url": url}}]}]}
+        response = await http.post("/v1/embeddings", json={"model": MODEL} | content)
+        assert response.status_code == 200, response.text
+        return np.array(response.json()["data"][0]["embedding"]), response.headers.get("x-shmring-media-shortfall", "")
+
+    [whole] = parts_of_a_recording((3.0,), "wav")
+    wavs, flacs = (parts_of_a_recording((1.0, 1.5, 0.5), container) for container in ("wav", "flac"))
+    clips = [parts_of_a_clip(container) for container in ("mpegts", "matroska", "mp4")]
+    for kind, parts, in_one, seams in (
+        ("audio", wavs, whole, ""),  # which have no times
+        ("audio", flacs, whole, "1.00 s, 2.50 s; its 3 parts"),
+        *(("video", parts, in_one, "1.00 s; its 2 parts") for *parts, in_one in clips),
+    ):
+        joined, told = await embed(kind, b"".join(parts))
+        expected, nothing = await embed(kind, in_one)
+        first, _ = await embed(kind, parts[0])
+        assert joined @ expected > 0.999
+        assert first @ expected < 0.99
+        assert nothing == ""
+        _, _, of_times = told.partition(" is not as its file says: its times begin anew at ")
+        assert of_times == (f"{seams} follow each other as they are stored" if seams else "")
+
+
 async def test_both_frontends_answer_for_all(server: Server, http: httpx.AsyncClient, body: bytes) -> None:
     async def slab_bytes() -> float:
         return (await settled(http))["shmring_frontend_slab_bytes_total"]

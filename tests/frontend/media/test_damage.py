@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import pytest
 
 from shmring.frontend.media.damage import Shortfall, accepted_shortfall, joined, missing_packets, missing_s
 from shmring.frontend.media.errors import MediaError
+from shmring.frontend.media.options import MediaLimits
 from tests.frontend.media.test_pieces import recording
 from tests.frontend.media.test_video import LEVELS, NUM_FRAMES, decoded, numbers
 from tests.tables import for_each
@@ -18,11 +20,11 @@ from tests.tables import for_each
 def test_nothing_is_said_of_what_is_whole() -> None:
     assert accepted_shortfall("clip", [], 0.0) == ""
     assert missing_packets(0, 100, "frames") == []
-    assert missing_s(None, 5.0) == missing_s(5.0, 6.0) == missing_s(5.0, 4.95) == []
+    assert missing_s(None, 5.0, 600) == missing_s(5.0, 6.0, 600) == missing_s(5.0, 4.95, 600) == []
 
 
 def test_the_caller_is_told_all_that_is_missing() -> None:
-    shortfalls = [*missing_s(10.0, 9.5), *missing_packets(4, 100, "frames"), *missing_s(10.0, 9.5)]
+    shortfalls = [*missing_s(10.0, 9.5, 600), *missing_packets(4, 100, "frames"), *missing_s(10.0, 9.5, 600)]
     told = accepted_shortfall("clip", shortfalls, 0.1)
     assert told == "the clip is damaged or truncated: 0.5 of 10 s (5 %) are missing; 4 of 100 frames (4 %) can't be decoded"
 
@@ -111,3 +113,26 @@ def test_a_recording_whose_header_names_a_length_that_is_not_accepted_is_whole(
     samples, sound = recording(written(data, *place, value))
     assert len(samples) == 16_000
     assert sound.shortfall == ""
+
+
+@for_each(("container", "codec"), [("matroska", "pcm_s16le"), ("flac", "flac"), ("caf", "pcm_s16le"), ("mp3", "libmp3lame")])
+def test_the_beginning_of_a_recording_that_is_too_long_is_heard_and_told(
+    recording_of: Callable[..., bytes], container: str, codec: str
+) -> None:
+    noise = np.random.default_rng(3).uniform(-0.5, 0.5, 9 * 16_000)
+    data = recording_of(noise, 16_000, container, codec)
+    samples, sound = recording(data[: len(data) // 3], MediaLimits(max_audio_duration_s=5.0))
+    assert len(samples) == pytest.approx(3 * 16_000, rel=0.1)
+    assert re.search(r"it says that it has 9(\.\d+)? s, and (2\.[89]|3\.?)\d* s are there", sound.shortfall), sound.shortfall
+    with pytest.raises(MediaError, match="longer than the 5 s"):
+        recording(data, MediaLimits(max_audio_duration_s=5.0))
+
+
+def test_the_beginning_of_a_clip_that_is_too_long_is_seen_and_told(clip_of: Callable[..., bytes]) -> None:
+    data = clip_of(LEVELS, "matroska", "mpeg4")
+    limits = MediaLimits(max_video_duration_s=0.75 * NUM_FRAMES / 30)
+    frames, clip = decoded(data[: len(data) // 2], limits, num_frames=100)
+    assert 0.3 * NUM_FRAMES < len(frames) < 0.7 * NUM_FRAMES
+    assert "the clip is not as its file says: it says that it has" in clip.shortfall
+    with pytest.raises(MediaError, match="longer than"):
+        decoded(data, limits)
