@@ -145,7 +145,7 @@ FAULTS = (
             "a copy begins anywhere in a line",
             "<char*>((<uintptr_t>(region + 1) + CACHE_LINE - 1) & ~<uintptr_t>(CACHE_LINE - 1))",
             "<char*>(region + 1)",
-            "tests/core/test_views.py::test_a_copy_is_the_views_own",
+            "tests/core/test_views.py::test_copies_of_any_size_begin_with_a_line_of_the_cache",
         ),
         (
             "a view is freed before its region is dropped",
