@@ -278,17 +278,17 @@ _MESSAGES_WORKS = {
     "tools": _MESSAGES_TOOLS,
 }
 _MESSAGES_REFUSED = {
-    "context_management": {"edits": []},
     "mcp_servers": [{"name": "x"}],
     "output_format": {"type": "json_schema"},
 }
+_MESSAGES_NAMED = {"context_management": {"edits": []}}
 _MESSAGES_TAKEN = {"cache_control": {"type": "ephemeral"}}
 _MESSAGES_NOTES = {
     "cache_control": "also that of blocks",
     "output_config": "`effort`: as `reasoning_effort` of chats; `format`: a JSON schema, not beside tools",
     "thinking": "with `disabled`, thinking is left out of the answer; `chat_template_kwargs` say whether the model thinks. "
     "`budget_tokens` is named",
-    "tools": "as in chats; those that the vendor's server runs are refused",
+    "tools": "as in chats; those that the vendor's server runs are named",
 }
 
 _SPEECH_WORKS = {
@@ -351,12 +351,12 @@ FIELDS = {
         notes=_GENERATION_NOTES
         | {
             "chat_template_kwargs": "variables that the template does not have are refused",
-            "reasoning_effort": "a variable of the template; refused if it has none",
+            "reasoning_effort": "a variable of the template; named if it has none",
             "logprobs": f"{_OURS}; those of the model itself, before penalties and temperature",
             "tool_choice": "`required` and a named function, which is called once, where the model writes its calls as JSON "
             "between two marks; refused with `--executor vllm`",
             "tools": f"{_OURS}, if the model's template takes them and transformers can read its calls; "
-            "`strict` where calls can be required, and is named elsewhere",
+            "`strict` where calls can be required, and is named elsewhere; beside functions, tools of other types are named",
             "top_logprobs": "up to 20; of all answers to a request, 262,144 together",
         },
         beside={
@@ -390,7 +390,7 @@ FIELDS = {
         | {
             "background": True,
             "enable_response_messages": True,
-            "include": ["file_search_call.results"],
+            "include": ["message.output_text.logprobs"],
             "include_reasoning": False,
             "max_tool_calls": 1,
             "media_io_kwargs": {"video": {"num_frames": 4}},
@@ -403,7 +403,8 @@ FIELDS = {
         },
         named=_of_responses(_GENERATION_NAMED) | {"prompt_cache_key": "x"},
         notes={
-            "include": 'also `["reasoning.encrypted_content"]`: reasoning is in the answer anyway, in plain text',
+            "include": "also `reasoning.encrypted_content`, since reasoning is in the answer anyway, in plain text; and what "
+            "is of the vendor's own tools, since there are none",
             "input": "a text, or items: messages, `function_call`, `function_call_output`, `item_reference`; `reasoning` is "
             "named",
             "previous_response_id": "of a response that is kept",
@@ -415,7 +416,7 @@ FIELDS = {
             "stop": _GENERATION_NOTES["stop"],
             "text": "`format`: as `response_format` of chats; other fields are named",
             "tool_choice": "as in chats",
-            "tools": "of the type `function`, as in chats",
+            "tools": "of the type `function`, as in chats; beside these, those that the vendor's server runs are named",
             "user": "is in the answer",
         },
         beside={"parallel_tool_calls": {"tools": _RESPONSES_TOOLS}, "tool_choice": {"tools": _RESPONSES_TOOLS}},
@@ -446,7 +447,7 @@ FIELDS = {
             "vllm_xargs": {"a": 1},
             "watermarking": True,
         },
-        named={"cache_salt": "x", "inference_geo": "eu", "mm_payload": "none"},
+        named=_MESSAGES_NAMED | {"cache_salt": "x", "inference_geo": "eu", "mm_payload": "none"},
         notes=_MESSAGES_NOTES | {"priority": _GENERATION_NOTES["priority"], "stop_sequences": _GENERATION_NOTES["stop"]},
         beside={"tool_choice": {"tools": _MESSAGES_TOOLS}},
     ),
@@ -457,7 +458,7 @@ FIELDS = {
         works={name: value for name, value in _MESSAGES_WORKS.items() if name != "tool_choice"},
         taken=_MESSAGES_TAKEN | {"thinking": {"type": "disabled"}, "tool_choice": {"type": "auto"}},
         refused=_MESSAGES_REFUSED,
-        named={},
+        named=_MESSAGES_NAMED,
         notes={name: note for name, note in _MESSAGES_NOTES.items() if name != "thinking"},
     ),
     "POST /v1/audio/transcriptions": Fields(

@@ -210,6 +210,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
         max_model_len: tokens of prompt and answer together; None if there is no such limit.
         tools: whether conversations can have tools, which its answers call.
         template_options: whether :attr:`GenerateRequest.template_options` have an effect.
+        reasoning_effort: whether ``reasoning_effort`` is one of them.
         strict_tools: whether :attr:`GenerateRequest.strict_tools` has one.
         capabilities: what else of a request has an effect that not every executor gives it: of :data:`CAPABILITIES`.
         synthetic: whether its answers are made up, for load tests. A program that shows them must say so.
@@ -227,6 +228,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
     pauses: bool = False
     tools: bool = False
     template_options: bool = False
+    reasoning_effort: bool = False
     strict_tools: bool = False
     capabilities: list[str] = []
 

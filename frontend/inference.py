@@ -69,6 +69,7 @@ from shmring.frontend.openai.tokens import (
     detokenizing,
     tokenizing,
 )
+from shmring.frontend.openai.tools import other_tools
 from shmring.frontend.responses import new_id
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
@@ -296,16 +297,16 @@ class Inference:
         description = await self._description(request.model, form.task, admitted)
         self._check_priority(request.priority)
         generate_requests, sources = form.engine_requests(request)
+        ignored = _ignore(generate_requests[0], description, request) if isinstance(request, ChatRequest) else []
         _check_abilities(generate_requests[0], description, request)
         _check_logprobs(generate_requests)
-        ignored = _ignore_strictness(generate_requests[0], description)
         try:
             answer = await self._begin(generate_requests, sources, "messages", description, admitted, request_id, stream=stream)
         except shmring.RemoteError as error:
             if error.type_name != "FormRefusedError":
                 raise
             refusal = api_error_of(error)
-            refusal.param = _place_of_form(error.message, generate_requests[0], request)
+            refusal.param = _place_of_form(error.message, request)
             raise refusal from None
         answer.facts.ignored = ignored
         return answer
@@ -387,13 +388,16 @@ class Inference:
         """Returns how many tokens a conversation has, its media included."""
         description = await self._description(chat.model, "tokenize", admitted)
         generate_request, sources = engine_request(chat)
+        generate_request.strict_tools = []  # they are for an answer
+        ignored = _ignore(generate_request, description, chat)
         _check_abilities(generate_request, description, chat)
         generate_request.tokenize = True
-        generate_request.tool_choice, generate_request.strict_tools = "auto", []  # they are for an answer
+        generate_request.tool_choice = "auto"
         generate_request.sampling = SamplingParams()
         async with self._media(sources, description, admitted, "messages") as (media, facts):
             generate_request.media = media  # not a copy: it is emptied when the block is left
             output = await self._ask_for_tokens(generate_request, admitted, request_id)
+        facts.ignored = ignored
         return len(output.token_ids), facts
 
     async def detokenize(self, request: DetokenizeRequest, admitted: Admitted, request_id: str) -> DetokenizeResponse:
@@ -712,27 +716,42 @@ def _check_abilities(request: GenerateRequest, description: ModelDescription, as
         raise ApiError(400, text, code="unsupported_value", param="response_format" if is_format else "structured_outputs")
     if request.template_options and not description.template_options:
         text = f"the model {description.model!r} has no chat template whose variables could be set"
-        name = "reasoning_effort" if "reasoning_effort" in request.template_options else "chat_template_kwargs"
-        raise ApiError(400, text, code="unsupported_value", param=name)
+        raise ApiError(400, text, code="unsupported_value", param="chat_template_kwargs")
 
 
-def _place_of_form(message: str, request: GenerateRequest, asked: GenerationRequest) -> str:
+def _place_of_form(message: str, asked: GenerationRequest) -> str:
     """Returns which part of a caller's request has the form that an executor has refused."""
-    for index, tool in enumerate(request.tools):
-        if parameters_of(tool["function"]["name"]) in message:
+    for index, tool in enumerate(asked.tools or [] if isinstance(asked, ChatRequest) else []):
+        if tool.function is not None and parameters_of(tool.function.name) in message:
             return f"tools[{index}].function.parameters"
     if asked.response_format is not None:
         return "response_format.json_schema.schema"
     return "tools" if asked.structured_outputs is None else "structured_outputs"
 
 
-def _ignore_strictness(request: GenerateRequest, description: ModelDescription) -> list[str]:
-    """Has strict tools be as others are if calls of the model can't be kept to schemas; returns the fields that said so."""
-    if not request.strict_tools or description.strict_tools:
-        return []
-    strict, request.strict_tools = request.strict_tools, []
-    names = [tool["function"]["name"] for tool in request.tools]
-    return [f"tools[{index}].function.strict" for index, name in enumerate(names) if name in strict][:_MAX_IGNORED]
+def _ignore(request: GenerateRequest, description: ModelDescription, asked: ChatRequest) -> list[str]:
+    """Takes what has no effect with a model out of a request; returns the fields of the caller's that said so.
+
+    These are what clients send to every model: tools of other types, strict tools where calls can't be kept to schemas, and an
+    effort of which its template knows nothing.
+    """
+    tools = asked.tools or []
+    ignored = [f"tools[{index}]" for index in other_tools(tools)] if request.tools else []
+    if request.strict_tools and not description.strict_tools:
+        strict, request.strict_tools = request.strict_tools, []
+        ignored += [
+            f"tools[{index}].function.strict"
+            for index, tool in enumerate(tools)
+            if tool.function is not None and tool.function.name in strict
+        ]
+    if (
+        asked.reasoning_effort is not None
+        and not description.reasoning_effort
+        and "reasoning_effort" not in (asked.chat_template_kwargs or {})
+    ):
+        del request.template_options["reasoning_effort"]
+        ignored.append("reasoning_effort")
+    return ignored[:_MAX_IGNORED]
 
 
 def _check_logprobs(requests: Sequence[GenerateRequest]) -> None:

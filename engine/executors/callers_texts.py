@@ -45,6 +45,7 @@ class CallersTexts:
 
     Attributes:
         has_template: whether conversations can be laid out.
+        variables: of its chat template, which callers may set.
         response_template: how the model writes answers with calls; None: conversations can't have tools, because the template
             does not write them, or calls in answers can't be read.
         message_tokens: that the template writes for a message in which nothing stands, as far as that is known.
@@ -66,7 +67,7 @@ class CallersTexts:
         self._tokenizer = tokenizer
         self.has_template = bool(template)
         self.response_template = find_response_template(tokenizer, model) if "tools" in str(template) else None
-        self._variables = _find_variables(template, tokenizer, processor)
+        self.variables = _find_variables(template, tokenizer, processor)
         self._vocabulary_size = vocabulary_size
         self._max_model_len = max_model_len
         self._sanitizes = sanitizes
@@ -110,7 +111,7 @@ class CallersTexts:
         if request.needs_tools and not self.has_tools:
             raise ValueError(f"the model {self._name!r} takes no tools: its template has none, or its calls can't be read")
         for variable in request.template_options:
-            if variable not in self._variables:
+            if variable not in self.variables:
                 raise ValueError(f"the chat template of the model {self._name!r} has no variable {variable!r}")
         return _media_in_order(request), request.template_options | ({"tools": request.tools} if request.tools else {})
 

@@ -93,6 +93,7 @@ class PromptBuilder:
         input: the inputs that can be asked about and embedded.
         has_template: whether conversations can be laid out.
         has_tools: whether they can have tools.
+        has_effort: whether their template has a variable ``reasoning_effort``.
     """
 
     def __init__(self, checkpoint: Checkpoint, mm_processor_kwargs: Mapping[str, Any]) -> None:
@@ -118,6 +119,7 @@ class PromptBuilder:
             sanitizes=self._sanitizes,
         )
         self.has_template, self.has_tools = self._texts.has_template, self._texts.has_tools
+        self.has_effort = "reasoning_effort" in self._texts.variables
         self._texts.message_tokens = self._measure_message()
         self.input = self._describe_input()
 

@@ -358,6 +358,7 @@ class TransformersExecutor:
             max_model_len=self._checkpoint.max_model_len,
             tools=self._prompts.has_tools,
             template_options=self._prompts.has_template,
+            reasoning_effort=self._prompts.has_effort,
             strict_tools=self._prompts.can_require_calls and self._grammars.missing() is None,
             capabilities=list(CAPABILITIES),
         )

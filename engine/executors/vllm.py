@@ -202,6 +202,7 @@ class VllmExecutor:
             max_model_len=config.max_model_len,
             tools=self._builder.has_tools,
             template_options=self._builder.has_template,
+            reasoning_effort=self._builder.has_effort,
             capabilities=[name for name in CAPABILITIES if name != "tool_choice"],
         )
         self._pooling = importlib.import_module("vllm").PoolingParams(task="embed") if can["encode"] else None

@@ -60,6 +60,7 @@ class RequestBuilder:
         input: the inputs that can be asked about.
         has_template: whether conversations can be laid out.
         has_tools: whether they can have tools.
+        has_effort: whether their template has a variable ``reasoning_effort``.
         tokenizer: of transformers.
     """
 
@@ -85,6 +86,7 @@ class RequestBuilder:
             model=SimpleNamespace(config=self._config.hf_config),
         )
         self.has_template, self.has_tools = self._texts.has_template, self._texts.has_tools
+        self.has_effort = "reasoning_effort" in self._texts.variables
         self.input = self._describe_input(mm_processor_kwargs)
 
     # -- prompts -------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalPart
 from shmring.frontend.openai.generation import TokenCount
 from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, ContentPart, ImagePart, PictureFile, Priority, TextPart
-from shmring.frontend.openai.parsing import BodyParser, invalid_value
-from shmring.frontend.openai.tools import FunctionCall, ToolCall, check_values
+from shmring.frontend.openai.parsing import BodyParser, misplaced
+from shmring.frontend.openai.tools import OF_TYPE, FunctionCall, ToolCall, check_values
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = [
@@ -113,12 +113,12 @@ class Message(msgspec.Struct):
 
 
 class MessagesTool(msgspec.Struct):
-    """A tool that may be called; `input_schema` is a JSON schema. The server itself runs no tools."""
+    """A tool that may be called; `input_schema` is a JSON schema."""
 
     name: str
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     description: str | None = None
-    type: Literal["custom"] | None = None
+    type: Annotated[str | None, Meta(description=OF_TYPE.replace("function", "custom"))] = None
     strict: bool | None = None
     cache_control: _Nothing = None
     eager_input_streaming: _Nothing = None
@@ -167,7 +167,6 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     cache_control: _Nothing = None
     mcp_servers: Annotated[Any, only([])] = None
     output_format: Annotated[Any, only()] = None
-    context_management: Annotated[Any, only()] = None
 
 
 class CountTokensAnswer(msgspec.Struct):
@@ -284,9 +283,7 @@ class TranslatedMessages:
         try:
             return msgspec.convert(_made_fields(request, self._messages), ChatRequest)
         except msgspec.ValidationError as error:
-            wrong = invalid_value(str(error))
-            wrong.param = self.place_of(wrong.param)
-            raise wrong from None
+            raise misplaced(str(error), self.place_of) from None
 
     def _take_message(self, message: Message, param: str) -> None:
         content = f"{param}.content"
@@ -379,17 +376,11 @@ def _part(block: TextBlock | ImageBlock) -> ContentPart:
 
 
 def _made_fields(request: CountTokensRequest, messages: list[ChatMessageParam]) -> dict[str, Any]:
-    for index, tool in enumerate(request.tools or []):
-        check_supported(tool, _UNSUPPORTED_OF_TOOLS, f"tools[{index}].")
-    functions = [
-        {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
-        for tool in request.tools or []
-    ]
     choice, output = request.tool_choice, request.output_config or OutputConfig()
     made: dict[str, Any] = {
         "model": request.model,
         "messages": messages,
-        "tools": [{"type": "function", "function": function} for function in functions],
+        "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or [])],
         "tool_choice": None if choice is None else _choice(choice),
         "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
         "reasoning_effort": output.effort,
@@ -405,6 +396,16 @@ def _made_fields(request: CountTokensRequest, messages: list[ChatMessageParam]) 
         made |= {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "priority", "stream")}
         made["stop"] = request.stop_sequences
     return made
+
+
+def _tool(tool: MessagesTool, place: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        return {"type": tool.type}
+    check_supported(tool, _UNSUPPORTED_OF_TOOLS, f"{place}.")
+    if tool.input_schema is None:
+        raise ApiError(400, "a tool must have an input_schema", code="invalid_value", param=f"{place}.input_schema")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
+    return {"type": "function", "function": function}
 
 
 def _choice(choice: MessagesToolChoice) -> str | dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 from urllib.parse import quote
@@ -24,7 +24,7 @@ import msgspec
 from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.messages import MEANS_NOTHING
 
-__all__ = ["BodyParser", "invalid_value"]
+__all__ = ["BodyParser", "invalid_value", "misplaced"]
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
 
@@ -158,6 +158,14 @@ def _struct_of(values: dict[str, msgspec.Raw], structs: list[type[msgspec.Struct
         if config.tag_field in values and msgspec.json.decode(values[config.tag_field]) == config.tag:
             return struct
     return None
+
+
+def misplaced(message: str, place_of: Callable[[str], str | None]) -> ApiError:
+    """Returns the error for what msgspec says of the translation of a request: it names the place in the request itself."""
+    error = invalid_value(_ERROR_PATH.sub(lambda match: f" - at `$.{place_of(match['path'])}`", message))
+    of_translation = invalid_value(message).param
+    error.param = of_translation and place_of(of_translation)
+    return error
 
 
 def invalid_value(message: str, part_types: str = _PART_TYPES) -> ApiError:

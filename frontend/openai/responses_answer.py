@@ -17,10 +17,17 @@ from msgspec import UNSET, UnsetType
 from shmring.engine.protocol import FinishReason, GenerateReply
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.errors import ApiError, ErrorBody
-from shmring.frontend.openai.responses_request import FunctionTool, Reasoning, ResponsesRequest, TextConfig, ToolChoice
+from shmring.frontend.openai.responses_request import (
+    AllowedTools,
+    FunctionTool,
+    Reasoning,
+    ResponsesRequest,
+    TextConfig,
+    ToolChoice,
+)
 from shmring.frontend.responses import new_id, random_digits
 
-__all__ = ["ResponsesAnswer", "ResponsesEvent", "ResponsesWriter", "number_of"]
+__all__ = ["ResponsesAnswer", "ResponsesEvent", "ResponsesWriter", "number_of", "response_id_of"]
 
 _NUMBER_DIGITS = 20
 
@@ -115,7 +122,7 @@ class ResponsesAnswer(msgspec.Struct, kw_only=True):
     reasoning: Reasoning
     temperature: float
     text: TextConfig | None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools
     tools: list[FunctionTool]
     top_p: float
     user: str | None
@@ -166,7 +173,7 @@ class ResponsesWriter:
     def __init__(self, request: ResponsesRequest) -> None:
         self._digits = random_digits()[:_NUMBER_DIGITS]
         self.answer = ResponsesAnswer(
-            id=self._name("resp", 0),
+            id=response_id_of(self._digits),
             created_at=int(time.time()),
             model=request.model,
             instructions=request.instructions,
@@ -177,7 +184,7 @@ class ResponsesWriter:
             temperature=1.0 if request.temperature is None else request.temperature,
             text=request.text,
             tool_choice=request.tool_choice or "auto",
-            tools=request.tools or [],
+            tools=[tool for tool in request.tools or [] if tool.type == "function"],
             top_p=1.0 if request.top_p is None else request.top_p,
             user=request.user,
             output=[],
@@ -266,9 +273,9 @@ class ResponsesWriter:
         yield self._event("response.function_call_arguments.done", name=call.name, arguments=call.arguments, **place)
         yield self._event("response.output_item.done", output_index=self._index, item=item)
 
-    def _name(self, kind: str, index: int | None = None) -> str:
-        """Returns the name of the answer, or of its next item."""
-        return f"{kind}_{self._digits}{len(self.answer.output) + 1 if index is None else index:04x}"
+    def _name(self, kind: str) -> str:
+        """Returns the name of the next item."""
+        return f"{kind}_{self._digits}{len(self.answer.output) + 1:04x}"
 
     @property
     def _index(self) -> int:
@@ -281,6 +288,11 @@ class ResponsesWriter:
 
     def _event(self, kind: str, /, **fields: Any) -> ResponsesEvent:
         return ResponsesEvent(type=kind, sequence_number=next(self._numbers), **fields)
+
+
+def response_id_of(number: str) -> str:
+    """Returns the name of the answer whose number this is (:func:`number_of`)."""
+    return f"resp_{number}0000"
 
 
 def number_of(name: str) -> str:

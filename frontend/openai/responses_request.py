@@ -21,20 +21,22 @@ from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalPart
 from shmring.frontend.openai.generation import GenerationRequest, TokenCount
 from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, MEANS_NOTHING, ContentPart, ImagePart, TextPart
-from shmring.frontend.openai.parsing import BodyParser, invalid_value
-from shmring.frontend.openai.tools import FunctionCall, ToolCall, check_values
+from shmring.frontend.openai.parsing import BodyParser, misplaced
+from shmring.frontend.openai.tools import OF_TYPE, FunctionCall, ToolCall, check_values
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = [
     "RESPONSES_PARSER",
     "Conversation",
     "FunctionTool",
+    "AllowedTools",
     "InputItem",
     "Reasoning",
     "ResponsesRequest",
     "TextConfig",
     "ToolChoice",
     "TranslatedRequest",
+    "is_reference",
     "translated",
 ]
 
@@ -83,7 +85,7 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     name: str | None = None
     arguments: str | None = None
     output: _Content | None = None
-    encrypted_content: Annotated[Any, only()] = None
+    encrypted_content: Annotated[Any, Meta(description=_MEANS_NOTHING)] = None
     summary: Annotated[Any, Meta(description=_MEANS_NOTHING)] = None
     id: Annotated[str | None, Meta(description="Of an `item_reference`: which item of an answer that is kept.")] = None
     status: Annotated[str | None, Meta(description=_MEANS_NOTHING)] = None
@@ -93,18 +95,24 @@ class InputItem(msgspec.Struct, omit_defaults=True):
 class FunctionTool(msgspec.Struct):
     """A function that may be called; `parameters` is a JSON schema."""
 
-    type: Literal["function"]
-    name: str
+    type: Annotated[str, Meta(description=OF_TYPE)]
+    name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ToolChoice(msgspec.Struct):
+class ToolChoice(msgspec.Struct, tag_field="type", tag="function"):
     """The function that must be called."""
 
-    type: Literal["function"]
     name: str
+
+
+class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
+    """The tools that may be called, and whether one must be. The model is told of no others."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Meta(min_length=1, max_length=128)]
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
@@ -131,6 +139,17 @@ class Reasoning(msgspec.Struct):
 
 _STORE = "Whether the server keeps the answer for a while; it does by default, unless it keeps none at all."
 
+# Reasoning is in an answer anyway, and there are no results of tools that the server does not run.
+_INCLUDED = (
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+)
+_INCLUDE = f"Not supported, but for what is there anyway, or can't be there: {', '.join(_INCLUDED)}."
+
 _Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]  # as in OpenAI's API
 
 
@@ -141,7 +160,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="With false, an answer ends with its first call.")] = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -152,7 +171,7 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     previous_response_id: Annotated[str | None, Meta(description="The answer to go on from, which the server keeps.")] = None
     conversation: Annotated[Any, only()] = None
     prompt: Annotated[Any, only()] = None
-    include: Annotated[Any, only([], ["reasoning.encrypted_content"])] = None
+    include: Annotated[list[str] | None, Meta(description=_INCLUDE)] = None
     max_tool_calls: Annotated[Any, only()] = None
     top_logprobs: Annotated[Any, only(0)] = None
     truncation: Annotated[Any, only("disabled")] = None
@@ -169,7 +188,6 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
 
 
 _UNSUPPORTED = Unsupported(ResponsesRequest)
-_UNSUPPORTED_OF_ITEMS = Unsupported(InputItem)
 _UNSUPPORTED_OF_PICTURES = Unsupported(InputImagePart)
 # Other fields of a chat are made of other fields.
 _MADE = ("messages", "tools", "tool_choice", "max_completion_tokens", "response_format", "reasoning_effort")
@@ -229,11 +247,13 @@ class Conversation:
     def items_of(self, request: ResponsesRequest) -> list[InputItem]:
         """Returns all items, those of the request last."""
         items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
-        return [*self.before, *(self.found.get(item.id or "", item) if _is_reference(item) else item for item in items)]
+        return [*self.before, *(self.found.get(item.id or "", item) if is_reference(item) else item for item in items)]
 
 
-def _is_reference(item: InputItem) -> bool:
-    return item.type == "item_reference"
+def is_reference(item: InputItem) -> bool:
+    """Whether an item only names another one. Clients may leave its type out."""
+    is_bare = item.type == "message" and (item.role, item.content) == (None, None)
+    return item.type == "item_reference" or (is_bare and item.id is not None)
 
 
 def translated(request: ResponsesRequest, conversation: Conversation | None = None) -> TranslatedRequest:
@@ -247,6 +267,10 @@ def translated(request: ResponsesRequest, conversation: Conversation | None = No
         ApiError: the request asks for something that is not implemented, or an item lacks something.
     """
     check_supported(request, _UNSUPPORTED)
+    for name in request.include or []:
+        if name not in _INCLUDED:
+            text = f"{name!r} can't be included by this server; it can be {', '.join(_INCLUDED)}"
+            raise ApiError(400, text, code="unsupported_value", param="include")
     messages: list[ChatMessageParam] = []
     places: list[_Place] = []
     ignored: list[str] = []
@@ -258,7 +282,6 @@ def translated(request: ResponsesRequest, conversation: Conversation | None = No
     request.input = ""
     for index, item in enumerate(items):
         param = "previous_response_id" if index < before else "input" if is_text else f"input[{index - before}]"
-        check_supported(item, _UNSUPPORTED_OF_ITEMS, f"{param}.")
         if item.type == "reasoning":
             ignored += [param] if index >= before else []
         elif item.type == "function_call":
@@ -276,9 +299,7 @@ def translated(request: ResponsesRequest, conversation: Conversation | None = No
     try:
         chat = msgspec.convert(_made_fields(request, messages), ChatRequest)
     except msgspec.ValidationError as error:
-        wrong = invalid_value(str(error))
-        wrong.param = _place_of(wrong.param, places)
-        raise wrong from None
+        raise misplaced(str(error), lambda param: _place_of(param, places)) from None
     for name in _SAME:
         setattr(chat, name, getattr(request, name))
     return TranslatedRequest(chat, ignored[:_MAX_IGNORED], places)
@@ -287,9 +308,14 @@ def translated(request: ResponsesRequest, conversation: Conversation | None = No
 def _made_fields(request: ResponsesRequest, messages: list[ChatMessageParam]) -> dict[str, Any]:
     choice: Any = request.tool_choice
     if isinstance(choice, ToolChoice):
-        choice = {"type": "function", "function": {"name": choice.name}}
+        choice = _named(choice)
+    elif isinstance(choice, AllowedTools):
+        allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed}
     tools = [
         {"type": "function", "function": {name: getattr(tool, name) for name in FunctionTool.__struct_fields__[1:]}}
+        if tool.type == "function"
+        else {"type": tool.type}
         for tool in request.tools or []
     ]
     return {
@@ -301,6 +327,10 @@ def _made_fields(request: ResponsesRequest, messages: list[ChatMessageParam]) ->
         "response_format": _response_format(request.text),
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
     }
+
+
+def _named(tool: ToolChoice) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
@@ -321,8 +351,6 @@ def _text_of(item: InputItem, field: str, param: str) -> str:
 
 
 def _message(item: InputItem, param: str) -> ChatMessageParam:
-    if item.type == "item_reference":
-        raise ApiError(400, "an item_reference must have an id", code="invalid_value", param=f"{param}.id")
     if item.type == "function_call_output":
         call_id = _text_of(item, "call_id", param)
         return ChatMessageParam("tool", _content(item.output, f"{param}.output"), tool_call_id=call_id)

@@ -19,8 +19,8 @@ from shmring.frontend.callers import caller_of
 from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.input_items import ItemPage, list_items
 from shmring.frontend.openai.messages import MAX_MESSAGES
-from shmring.frontend.openai.responses_answer import ResponsesAnswer, number_of
-from shmring.frontend.openai.responses_request import Conversation, InputItem, ResponsesRequest
+from shmring.frontend.openai.responses_answer import ResponsesAnswer, number_of, response_id_of
+from shmring.frontend.openai.responses_request import Conversation, InputItem, ResponsesRequest, is_reference
 from shmring.frontend.response_memory import ResponseMemory
 
 __all__ = ["DeletedResponse", "StoredResponses", "account_of"]
@@ -87,8 +87,11 @@ class StoredResponses:
         items = request.input if isinstance(request.input, list) else []
         outputs: dict[str, list[InputItem]] = {}
         for index, item in enumerate(items):
-            if item.type == "item_reference":
-                name = item.id or ""
+            if is_reference(item):
+                name = item.id
+                if name is None:
+                    text = "an item_reference must have an id"
+                    raise ApiError(400, text, code="invalid_value", param=f"input[{index}].id")
                 found[name] = await self._item(name, account, outputs, f"input[{index}]")
         if len(before) + len(items) > MAX_MESSAGES:
             text = f"the conversation has {len(before) + len(items)} items, at most {MAX_MESSAGES} are accepted"
@@ -133,7 +136,7 @@ class StoredResponses:
         Raises:
             ApiError: 404, it is not kept.
         """
-        content = self._find(account, response_id, _ANSWER)
+        content = self._find_response(account, response_id, _ANSWER)
         if content is None:
             raise self._not_found(response_id)
         return content
@@ -167,7 +170,7 @@ class StoredResponses:
         return DeletedResponse(response_id)
 
     async def _before(self, response_id: str, account: bytes) -> list[InputItem]:
-        conversation, answer = (self._find(account, response_id, kind) for kind in (_CONVERSATION, _ANSWER))
+        conversation, answer = (self._find_response(account, response_id, kind) for kind in (_CONVERSATION, _ANSWER))
         if conversation is None or answer is None:
             text = self._missing(f"response {response_id[:64]!r}")
             raise ApiError(400, text, code="previous_response_not_found", param="previous_response_id")
@@ -189,6 +192,10 @@ class StoredResponses:
 
     def _find(self, account: bytes, name: str, kind: str) -> bytes | None:
         return None if self._memory is None else self._memory.find(account, f"{kind}{number_of(name)}")
+
+    def _find_response(self, account: bytes, response_id: str, kind: str) -> bytes | None:
+        """Returns what is kept of a response; the name of an item of it is none."""
+        return self._find(account, response_id, kind) if response_id == response_id_of(number_of(response_id)) else None
 
     async def _keep(self, account: bytes, name: str, encode: Any, *, is_large: bool = False) -> bool:
         memory = self._memory

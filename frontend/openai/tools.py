@@ -14,6 +14,8 @@ from shmring.frontend.openai.messages import check_length
 from shmring.frontend.responses import new_id
 
 __all__ = [
+    "OF_TYPE",
+    "AllowedToolChoice",
     "DeltaToolCall",
     "Tool",
     "ToolCall",
@@ -26,6 +28,7 @@ __all__ = [
     "choose_tools",
     "engine_calls",
     "engine_tools",
+    "other_tools",
 ]
 
 _MAX_TOOLS = 128  # as in OpenAI's API
@@ -50,11 +53,15 @@ class FunctionDefinition(msgspec.Struct):
     strict: Annotated[bool | None, Meta(description=_STRICT)] = None
 
 
+#: What is said of the type of a tool.
+OF_TYPE = "`function`. Tools of other types are left out, and named: this server runs none itself."
+
+
 class Tool(msgspec.Struct):
     """A tool that may be called."""
 
-    type: Literal["function"]
-    function: FunctionDefinition
+    type: Annotated[str, Meta(description=OF_TYPE)]
+    function: FunctionDefinition | None = None
 
 
 Tools = Annotated[list[Tool], Meta(max_length=_MAX_TOOLS)]
@@ -72,7 +79,20 @@ class NamedTool(msgspec.Struct, tag_field="type", tag="function"):
     function: NamedFunction
 
 
-ToolChoice: TypeAlias = Literal["auto", "none", "required"] | NamedTool
+class AllowedTools(msgspec.Struct):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=_MAX_TOOLS)]
+
+
+class AllowedToolChoice(msgspec.Struct, tag_field="type", tag="allowed_tools"):
+    """The tools that may be called. The model is told of no others."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice: TypeAlias = Literal["auto", "none", "required"] | NamedTool | AllowedToolChoice
 
 
 class FunctionCall(msgspec.Struct):
@@ -100,39 +120,66 @@ def choose_tools(tools: Sequence[Tool], choice: ToolChoice | None, *, parallel: 
     """Returns the fields of the engine's request that are about tools: which ones an answer may call, as chat templates take
     them, and how.
 
-    A model that must call a tool which its caller names knows of no other, and calls it once.
+    A model that may call some of the tools only knows of no others. One that its caller names is called once.
 
     Raises:
         ApiError: there is no such tool, or one has something that is not accepted.
     """
     is_named = isinstance(choice, NamedTool)
-    is_required = choice == "required" or is_named
-    in_engine = engine_tools(tools)
+    chosen: list[NamedTool] | None = None
+    mode = "required" if is_named else choice or "auto"
     if isinstance(choice, NamedTool):
-        in_engine = [tool for tool in in_engine if tool["function"]["name"] == choice.function.name][:1]
-    if is_required and not in_engine:
-        raise ApiError(400, "tool_choice requires a tool that tools do not have", code="invalid_value", param="tool_choice")
-    is_free = choice in (None, "auto")
+        chosen = [choice]
+    elif isinstance(choice, AllowedToolChoice):
+        chosen, mode = choice.allowed_tools.tools, choice.allowed_tools.mode
+    in_engine = [] if mode == "none" else engine_tools(tools)
+    if chosen is not None:
+        by_name = {tool["function"]["name"]: tool for tool in reversed(in_engine)}
+        if missing := [tool.function.name for tool in chosen if tool.function.name not in by_name]:
+            text = f"tool_choice names {missing[0]!r}, which tools do not have"
+            raise ApiError(400, text, code="invalid_value", param="tool_choice")
+        in_engine = [by_name[name] for name in dict.fromkeys(tool.function.name for tool in chosen)]
+    if mode == "required" and not in_engine:
+        raise ApiError(400, "tool_choice requires a tool, and there are none", code="invalid_value", param="tool_choice")
+    names = {tool["function"]["name"] for tool in in_engine}
     return {
-        "tools": [] if choice == "none" else in_engine,
-        "tool_choice": "required" if is_required else "auto",
-        "strict_tools": [tool.function.name for tool in tools if tool.function.strict] if is_free else [],
+        "tools": in_engine,
+        "tool_choice": "required" if mode == "required" else "auto",
+        "strict_tools": [
+            tool.function.name for tool in tools if tool.function and tool.function.strict and tool.function.name in names
+        ]
+        if mode == "auto"
+        else [],
         "parallel_tool_calls": parallel and not is_named,
     }
+
+
+def other_tools(tools: Sequence[Tool]) -> list[int]:
+    """Returns which of some tools are no functions: a model is not told of them."""
+    return [index for index, tool in enumerate(tools) if tool.type != "function"]
 
 
 def engine_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Returns tools as chat templates take them.
 
     Raises:
-        ApiError: one has something that is not accepted.
+        ApiError: one has something that is not accepted, or none is a function.
     """
+    values: list[dict[str, Any]] = []
     for index, tool in enumerate(tools):
+        if tool.type != "function":
+            continue
+        if tool.function is None:
+            text = "a tool of the type function must have a function"
+            raise ApiError(400, text, code="invalid_value", param=f"tools[{index}].function")
         check_values(tool.function.description, "tools")
         check_values(tool.function.parameters, f"tools[{index}].function.parameters")
-    values: list[dict[str, Any]] = msgspec.to_builtins(tools)
-    for value in values:
-        value["function"] = {name: field for name, field in value["function"].items() if field is not None and name != "strict"}
+        fields = msgspec.to_builtins(tool.function)
+        function = {name: field for name, field in fields.items() if field is not None and name != "strict"}
+        values.append({"type": "function", "function": function})
+    if tools and not values:
+        text = f"this server runs no tools itself: it takes those of the type function, and {tools[0].type!r} is none"
+        raise ApiError(400, text, code="unsupported_value", param="tools[0].type")
     return values
 
 

@@ -42,6 +42,7 @@ DESCRIPTION = ModelDescription(
     embedding_size=4,
     tools=True,
     template_options=True,
+    reasoning_effort=True,
     capabilities=list(CAPABILITIES),
 )
 

@@ -39,7 +39,14 @@ OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
 PIXELS = np.random.default_rng(6).integers(0, 256, (24, 32, 3), np.uint8)
 TALKING = ModelDescription(
-    "test", "m", ["generate", "tokenize"], InputSpec(picture=PictureSpec()), 8, tools=True, template_options=True
+    "test",
+    "m",
+    ["generate", "tokenize"],
+    InputSpec(picture=PictureSpec()),
+    8,
+    tools=True,
+    template_options=True,
+    reasoning_effort=True,
 )
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 USER = {"role": "user", "content": "Hi"}
@@ -390,6 +397,7 @@ def of_assistant(*blocks: Any) -> dict[str, Any]:
         (of_assistant({"type": "text", "text": "x"}, CALL | {"input": [1]}), "messages[0].content[1].input"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [TOOL | {"name": ""}]}, "tools[0].name"),
         ({"tools": [TOOL] * 129}, "tools"),
         ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
@@ -414,6 +422,7 @@ async def test_what_is_wrong_is_named_as_the_caller_wrote_it(
         ErrorResponse.model_validate(response.json(), strict=True)
         error = response.json()["error"]
         assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+        assert "$.stop[" not in error["message"]
     assert requests == []
 
 

@@ -39,7 +39,16 @@ from tests.tables import for_each
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
 PIXELS = np.random.default_rng(6).integers(0, 256, (24, 32, 3), np.uint8)
-TALKING = ModelDescription("test", "m", ["generate"], InputSpec(picture=PictureSpec()), 8, tools=True, template_options=True)
+TALKING = ModelDescription(
+    "test",
+    "m",
+    ["generate"],
+    InputSpec(picture=PictureSpec()),
+    8,
+    tools=True,
+    template_options=True,
+    reasoning_effort=True,
+)
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 BODY = {"model": "m", "input": "Hi"}
 
@@ -244,13 +253,18 @@ async def test_encrypted_reasoning_may_be_asked_for(
     noted: tuple[httpx.AsyncClient, list[GenerateRequest]],
 ) -> None:
     http, requests = noted
-    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None}
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "of-another-server"}
     body = {"model": "m", "store": False, "input": [{"role": "user", "content": "Hi"}, reasoning]}
-    for include in ([], ["reasoning.encrypted_content"]):
-        assert (await http.post("/v1/responses", json=body | {"include": include})).status_code == 200
-    assert len(requests) == 2
-    error = (await http.post("/v1/responses", json=body | {"include": ["file_search_call.results"]})).json()["error"]
+    for include in ([], ["reasoning.encrypted_content", "web_search_call.action.sources"]):
+        response = await http.post("/v1/responses", json=body | {"include": include})
+        assert (response.status_code, response.headers["x-shmring-ignored-fields"]) == (200, "input[1]")
+    assert [len(request.messages) for request in requests] == [1, 1]
+    error = (await http.post("/v1/responses", json=body | {"include": ["message.output_text.logprobs"]})).json()["error"]
     assert (error["code"], error["param"]) == ("unsupported_value", "include")
+    assert "'message.output_text.logprobs'" in error["message"]
+
+
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]}
 
 
 async def test_forms_and_required_calls_are_those_of_chats(open_engine: Any, open_app: OpenApp) -> None:
@@ -267,17 +281,19 @@ async def test_forms_and_required_calls_are_those_of_chats(open_engine: Any, ope
         {"text": {"format": {"type": "json_object"}}},
         {"tools": [TOOL, TOOL | {"name": "g"}], "tool_choice": "required"},
         {"tools": [TOOL, TOOL | {"name": "g"}], "tool_choice": {"type": "function", "name": "g"}},
+        {"tools": [TOOL, TOOL | {"name": "g"}], "tool_choice": ALLOWED},
         {"presence_penalty": 0.5, "stop_token_ids": [3], "structured_outputs": {"regex": "a+"}},
     ):
         response = await http.post("/v1/responses", json=BODY | fields)
         assert response.status_code == 200, response.text
-    by_schema, by_object, required, named, beside = requests
+    by_schema, by_object, required, named, allowed, beside = requests
     assert by_schema.sampling.structured_outputs is not None
     assert json.loads(by_schema.sampling.structured_outputs.json or "") == schema
     assert by_object.sampling.structured_outputs == StructuredOutputsParams(json_object=True)
     assert [tool["function"]["name"] for tool in required.tools] == ["f", "g"]
     assert [tool["function"]["name"] for tool in named.tools] == ["g"]
-    assert (required.tool_choice, named.tool_choice) == ("required", "required")
+    assert [tool["function"]["name"] for tool in allowed.tools] == ["g"]
+    assert (required.tool_choice, named.tool_choice, allowed.tool_choice) == ("required", "required", "auto")
     assert (beside.sampling.presence_penalty, beside.sampling.stop_token_ids) == (0.5, [3])
     assert beside.sampling.structured_outputs == StructuredOutputsParams(regex="a+")
     for fields, param in (
@@ -330,7 +346,7 @@ BROKEN_PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAA
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].image_url"),
         ({"input": [{"role": "user", "content": [{"type": "reasoning_text", "text": ""}]}]}, "input[0].content[0].type"),
         ({"input": [USER, {"role": "user", "content": [BROKEN_PICTURE]}]}, "input[1].content[0].image_url"),
-        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": [USER, CALL, CALL | {"arguments": "["}]}, "input[2].arguments"),
         ({"input": [USER, CALL | {"name": None}]}, "input[1].name"),
         ({"input": [USER, {"type": "function_call_output", "output": "x"}]}, "input[1].call_id"),
@@ -341,6 +357,8 @@ BROKEN_PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAA
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
         ({"metadata": {"a": "x" * 513}}, "metadata[...]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
         ({"n": 2}, "n"),
     ],
 )
@@ -353,6 +371,7 @@ async def test_what_is_wrong_is_named_as_the_caller_wrote_it(
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, param), error
         assert "messages[" not in error["message"]
+        assert "response_format" not in error["message"]
     assert requests == []
 
 
@@ -398,7 +417,7 @@ async def test_a_model_that_has_no_tools_refuses_them(open_engine: Any, open_app
     http = await open_app(await open_engine(say, msgspec.structs.replace(TALKING, tools=False, template_options=False)))
     for fields, param in (
         ({"tools": [TOOL]}, "tools"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ({"input": [CALL]}, "input"),
     ):
         response = await http.post("/v1/responses", json={**BODY, **fields})

@@ -126,6 +126,47 @@ async def test_strict_tools_are_kept_to_or_named(open_engine: Any, open_app: Ope
             assert requests.pop().strict_tools == (["f"] if can_keep else [])
 
 
+async def test_tools_of_other_types_and_an_effort_that_the_template_does_not_have_are_left_out_and_named(
+    open_engine: Any, open_app: OpenApp
+) -> None:
+    """Agents of the vendors send them to every model."""
+    requests = []
+
+    async def note(claim: shmring.Claim) -> None:
+        requests.append(claim.payload)
+        await claim.reply(GenerateReply("Hi", [1], 1, 1, "stop"))
+
+    http = await open_app(await open_engine(note, TALKING))
+    function = {"name": "f", "parameters": {"type": "object"}, "strict": True}
+    named = {"name": "f", "input_schema": {"type": "object"}, "strict": True}
+    effort = {"effort": "high"}
+    search, run = {"type": "web_search"}, {"type": "bash_20250124", "name": "bash"}
+    message = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], "output_config": effort}
+    for path, body, field, effort_field in (
+        (
+            "/v1/chat/completions",
+            BODY | {"tools": [search, {"type": "function", "function": function}], "reasoning_effort": "high"},
+            "tools[1].function.strict",
+            "reasoning_effort",
+        ),
+        (
+            "/v1/responses",
+            {"model": "m", "input": "Hi", "tools": [search, {"type": "function", **function}], "reasoning": effort},
+            "tools[1].strict",
+            "reasoning.effort",
+        ),
+        ("/v1/messages", message | {"tools": [run, named]}, "tools[1].strict", "output_config.effort"),
+    ):
+        response = await http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        assert response.headers["x-shmring-ignored-fields"] == f"tools[0], {field}, {effort_field}"
+        request = requests.pop()
+        assert [tool["function"]["name"] for tool in request.tools] == ["f"]
+        assert (request.strict_tools, request.template_options) == ([], {})
+        asked = (await http.post(path, json=body | {"chat_template_kwargs": {"reasoning_effort": "x"}})).headers
+        assert "effort" not in asked["x-shmring-ignored-fields"]  # it is the caller who knows the template
+
+
 @pytest.mark.parametrize("can_keep", [True, False])
 async def test_a_form_beside_tools_needs_calls_that_can_be_kept_to(open_engine: Any, open_app: OpenApp, can_keep: bool) -> None:
     description = msgspec.structs.replace(TALKING, strict_tools=can_keep, capabilities=["structured_outputs"])
@@ -153,7 +194,6 @@ async def without_tools(open_engine: Any, open_app: OpenApp) -> httpx.AsyncClien
         ({"tools": [TOOL]}, "tools"),
         ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "c"}]}, "messages"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],
 )
 async def test_a_model_that_has_none_refuses(without_tools: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:

@@ -114,6 +114,10 @@ async def test_items_are_referred_to_as_the_ai_sdk_does(client: openai.AsyncOpen
     assert talk.heard == [("user", ["Go"]), ("assistant", ["Let me"]), ("tool", ["4"])]
     [made] = talk.requests[-1].messages[1].tool_calls
     assert (made.id, made.arguments) == (call.call_id, '{"x":1}')
+    # The type of a reference may be left out.
+    untyped: Any = [{"id": reference["id"]} for reference in references]
+    await client.responses.create(model="m", input=[user, *untyped, returned], tools=[TOOL])
+    assert talk.heard == [("user", ["Go"]), ("assistant", ["Let me"]), ("tool", ["4"])]
     # All of it is kept as what it stands for, so that it can be gone on from.
     await client.responses.create(model="m", input="And?", previous_response_id=second.id)
     assert [role for role, _ in talk.heard] == ["user", "assistant", "tool", "assistant", "user"]
@@ -175,6 +179,20 @@ async def test_the_input_of_a_response_is_listed(client: openai.AsyncOpenAI, oth
     for ask in (others.responses.input_items.list(first.id), client.responses.input_items.list("resp_x")):
         with pytest.raises(openai.NotFoundError):
             await ask
+
+
+async def test_the_name_of_an_item_is_none_of_a_response(client: openai.AsyncOpenAI) -> None:
+    made = await client.responses.create(model="m", input="One")
+    item = made.output[0].id
+    assert item is not None
+    for name in (item, item.replace("msg", "resp"), made.id.replace("resp", "msg"), f"{made.id}0"):
+        for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+            with pytest.raises(openai.NotFoundError):
+                await ask(name)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(model="m", input="Two", previous_response_id=name)
+        assert caught.value.param == "previous_response_id"
+    assert (await client.responses.retrieve(made.id)).id == made.id
 
 
 async def test_what_is_streamed_is_there_when_its_last_event_has_come(client: openai.AsyncOpenAI) -> None:

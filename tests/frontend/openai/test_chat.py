@@ -116,6 +116,11 @@ def test_what_makes_no_sense_is_refused(fields: dict[str, Any], param: str) -> N
 TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @for_each(
     ("choice", "names", "required"),
     [
@@ -124,6 +129,8 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
         ("none", "", "auto"),
         ("required", "fg", "required"),
         ({"type": "function", "function": {"name": "g"}}, "g", "required"),
+        (allowed("auto", "g"), "g", "auto"),
+        (allowed("required", "g", "f", "g"), "gf", "required"),
     ],
 )
 def test_which_tools_may_or_must_be_called(choice: Any, names: str, required: str) -> None:
@@ -137,7 +144,11 @@ def test_which_tools_may_or_must_be_called(choice: Any, names: str, required: st
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "h"}}, "tools": TOOLS}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}, "tools": TOOLS}, "tool_choice.type"),
+        ({"tool_choice": allowed("auto", "g", "h"), "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": allowed("auto"), "tools": TOOLS}, "tool_choice.allowed_tools.tools"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "g"}}, "tools": TOOLS}, "tool_choice.type"),
+        ({"tools": [{"type": "custom", "custom": {"name": "g"}}]}, "tools[0].type"),
+        ({"tools": [*TOOLS, {"type": "function"}]}, "tools[2].function"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function"),
         ({"tools": TOOLS, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
@@ -146,6 +157,12 @@ def test_a_choice_of_tools_that_makes_no_sense_is_refused(fields: dict[str, Any]
     with pytest.raises(ApiError) as raised:
         engine_request(parse(**fields))
     assert (raised.value.status, raised.value.param) == (400, param)
+
+
+def test_of_some_tools_that_may_be_called_those_are_strict_that_say_so() -> None:
+    tools = [{"type": "function", "function": {"name": name, "strict": name != "h"}} for name in "fgh"]
+    request, _ = engine_request(parse(tools=tools, tool_choice=allowed("auto", "g", "h")))
+    assert request.strict_tools == ["g"]
 
 
 def test_a_call_that_is_required_is_strict_anyway() -> None:
