@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-__all__ = ["boxes", "demuxer_of", "is_still_picture", "picture_format_of"]
+__all__ = ["boxes", "demuxer_of", "is_another_file", "is_still_picture", "picture_format_of"]
 
 _MAX_JUNK_NBYTES = 4096  # the head of a mail, or what an application writes before a picture that it keeps
 _MAX_BOXES = 64  # of an MP4 before the one that says what it is; there are one or two
@@ -75,6 +75,11 @@ def picture_format_of(data: bytes) -> tuple[str | None, int]:
 def is_still_picture(data: bytes | memoryview) -> bool:
     """Whether what begins as an MP4 does is a HEIC or AVIF of one picture."""
     return bytes(data[4:8]) == b"ftyp" and bytes(data[8:12]) in _STILLS
+
+
+def is_another_file(data: bytes | memoryview) -> bool:
+    """Whether a recording or clip with a signature begins here, or the tags in front of one."""
+    return bytes(data[:3]) == b"ID3" or _DEMUXER.match(data) is not None
 
 
 def demuxer_of(data: bytes | memoryview) -> tuple[str | None, int]:

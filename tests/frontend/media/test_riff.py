@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 
 import pytest
@@ -30,6 +31,10 @@ def large(claimed: int, present: int) -> bytes:
     return b"RF64\xff\xff\xff\xff" + body
 
 
+def noise(nbytes: int) -> bytes:
+    return random.Random(nbytes).randbytes(nbytes)
+
+
 def wav(claimed: int, present: int, riff: int | None = None, before: bytes = b"") -> bytes:
     body = b"WAVE" + FORMAT + before + b"data" + struct.pack("<I", claimed) + bytes(present)
     return b"RIFF" + struct.pack("<I", len(body) if riff is None else riff) + body
@@ -50,6 +55,9 @@ LIST = b"LIST" + struct.pack("<I", 3) + b"odd" + b"\0"
     [
         wav(1000, 1000),
         wav(1000, 1000) + LIST,
+        wav(999, 999, riff=36 + 999 + len(LIST)) + LIST,  # not filled up to an even number
+        wav(1000, 1000, riff=36 + 1000 + len(LIST)) + LIST[:-2],
+        wav(1000, 1000) + bytes(3200),  # a tenth of a second
         wav(1000, 1000, before=LIST),
         wav(0, 0),
         large(1000, 1000),
@@ -88,6 +96,22 @@ def test_nothing_is_wrong_with_whole_files_and_with_others(data: bytes) -> None:
 )
 def test_sizes_that_promise_nothing_let_the_samples_go_to_the_end(data: bytes) -> None:
     assert wav_sizes(data) == WavSizes(goes_to_the_end=True)
+
+
+@for_each(
+    ("data", "told"),
+    [
+        (wav(500, 500) + bytes(3201), "3201 bytes behind its 500 bytes of samples are taken for samples, as they are nothing else"),
+        (wav(2, 2) + noise(5000), "5000 bytes behind its 2 bytes of samples are taken for samples, as they are nothing else"),
+        (wav(500, 500) + b"fLaC" + noise(5000), "5004 bytes behind its 500 bytes of samples are another file, or its tags, and are left out"),
+        (wav(500, 500) + b"ID3\4" + noise(5000), "5004 bytes behind its 500 bytes of samples are another file, or its tags, and are left out"),
+    ],
+)
+def test_what_is_behind_the_end_of_the_file_is_told(data: bytes, told: str) -> None:
+    sizes = wav_sizes(data)
+    assert str(sizes.shortfall) == told
+    assert sizes.shortfall is not None and not sizes.shortfall.is_damage
+    assert sizes.goes_to_the_end == ("taken for samples" in told)
 
 
 @for_each(
@@ -144,10 +168,46 @@ def test_a_file_that_was_not_joined_is_one_piece_and_not_copied() -> None:
         ([wav(1000, 401), wav(1000, 1000)], 700, 600),
         ([wav(1000, 1000), wav(1000, 1000)[:20]], 500, 0),
         ([big_endian(wav(1000, 1000))] * 2, 1000, 0),
+        ([wav(1000 + 44 + 600, 1000), wav(600, 600)], 800, 0),  # the first head was set right for the whole
+        ([wav(1000 + 600, 1000), wav(600, 600)], 800, 0),
+        ([wav(500, 500) + bytes(4000), wav(600, 600)], 2550, 0),
     ],
 )
 def test_wavs_that_were_joined_are_one_and_promise_what_each_does(parts: list[bytes], samples: int, missing: int) -> None:
     assert sound(b"".join(parts)) == [(samples, missing)]
+
+
+@for_each("parts", [1, 2])
+@for_each("bits", [8, 16, 24, 32])
+def test_samples_of_big_endian_files_are_turned_round(parts: int, bits: int) -> None:
+    nbytes = bits // 8
+    head = struct.pack("<HHIIHH", 1, 1, 16_000, 16_000 * nbytes, nbytes, bits)
+    samples = bytes(range(120))
+    plain = wav(120, 0)[:20] + head + wav(120, 0)[36:] + samples
+    other = big_endian(plain)[:-120] + b"".join(samples[place : place + nbytes][::-1] for place in range(0, 120, nbytes))
+    ((turned_head, *turned),) = wav_pieces(memoryview(other * parts))
+    assert b"".join(turned) == samples * parts
+    assert bytes(turned_head[8:40]) == plain[8:40]
+
+
+def test_an_identifier_of_a_big_endian_format_is_turned_round() -> None:
+    numbers = (0xFFFE, 1, 16_000, 32_000, 2, 16, 22, 16, 4, 1, 0, 16)
+    rest = bytes.fromhex("800000aa00389b71")
+    plain, other = (struct.pack(order + "HHIIHHHHIIHH", *numbers) + rest for order in "<>")
+    data = b"RIFX" + struct.pack(">I", 68) + b"WAVEfmt " + struct.pack(">I", 40) + other + b"data" + struct.pack(">I", 8)
+    ((head, samples),) = wav_pieces(memoryview(data + b"\1\2\3\4\5\6\7\x08"))
+    assert bytes(head[16:60]) == struct.pack("<I", 40) + plain
+    assert bytes(samples) == b"\2\1\4\3\6\5\x08\7"
+
+
+@for_each("claims", [(0, 0), (36 + 1000, 1000), (500, 500)])
+def test_a_large_file_whose_samples_have_a_size_of_their_own(claims: tuple[int, int]) -> None:
+    chunk = b"ds64" + struct.pack("<IQQQI", 28, *claims, 0, 0)
+    for before in (chunk, b""):
+        data = b"RF64\xff\xff\xff\xffWAVE" + before + FORMAT + b"data" + struct.pack("<I", 1000) + bytes(1000)
+        (views,) = wav_pieces(memoryview(data))
+        assert (views[0][:4] == b"RF64") == (before != b"" and claims[1] == 1000)
+        assert sound(data) == [(500, 0)]
 
 
 def test_wavs_of_other_formats_are_pieces_of_their_own() -> None:
