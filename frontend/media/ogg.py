@@ -9,6 +9,7 @@ pause.
 from __future__ import annotations
 
 import dataclasses
+import re
 import struct
 from collections.abc import Iterator
 from fractions import Fraction
@@ -18,9 +19,10 @@ from av.container import InputContainer
 
 from shmring.frontend.media.damage import Shortfall
 
-__all__ = ["lost_pages"]
+__all__ = ["chain_starts", "lost_pages"]
 
 _PAGE = struct.Struct("<4sBBQIIIB")  # OggS, version, flags, granule, stream, number, checksum, number of segments
+_FIRST_OF_STREAM = re.compile(rb"OggS\0[\2\6]")
 _NO_GRANULE = (1 << 64) - 1  # no packet ends in this page
 _ROUNDING_S = 0.1
 
@@ -31,6 +33,18 @@ class _Page:
     stream: int
     number: int
     end: int
+
+
+def chain_starts(data: memoryview) -> Iterator[int]:
+    """Yields where other recordings begin (the standard's word is a chain). Streams that belong together begin together."""
+    end = 0
+    for match in _FIRST_OF_STREAM.finditer(data):
+        page = _page(data, match.start())
+        if page is None:
+            return
+        if match.start() != end:
+            yield match.start()
+        end = page.end
 
 
 def lost_pages(data: memoryview, container: InputContainer, stream: AudioStream) -> list[Shortfall]:
@@ -51,15 +65,12 @@ def lost_pages(data: memoryview, container: InputContainer, stream: AudioStream)
     before: _Page | None = None
     granule: int | None = None
     has_gap = False
-    for place in sorted(durations):
-        page = _page(data, place)
-        if page is None:
-            continue
+    pages = [(place, page) for place in sorted(durations) if (page := _page(data, place))]
+    numbers = {page.number for _, page in pages}
+    for place, page in pages:
         if before is None and not _follows_head(data, place, page):
             missing.append(Shortfall(missing=0, promised=0, unit="", cause="its beginning is missing (OGG)"))
-        if before is not None and page.stream != before.stream:  # another recording
-            granule, held, has_gap = None, 0, False
-        has_gap |= before is not None and page.stream == before.stream and page.number > before.number + 1
+        has_gap |= before is not None and page.number > before.number + 1 and page.number - 1 not in numbers
         before = page
         read += durations[place]
         held += durations[place]
@@ -80,7 +91,7 @@ def _follows_head(data: memoryview, place: int, first: _Page) -> bool:
     for page in _pages(data, place):
         if page.stream == first.stream and page.granule in (0, _NO_GRANULE):
             last = page.number
-    return last is None or first.number == last + 1
+    return last is None or first.number <= last + 1
 
 
 def _pages(data: memoryview, end: int) -> Iterator[_Page]:

@@ -6,6 +6,7 @@ reads the first of them, or takes its description for all others. Pieces are tol
 * MP4: the file's type stands behind media data, or an index behind fragments. Fragments whose times begin anew are a piece,
   too, with the head of the file that they are in (:mod:`shmring.frontend.media.fragments`).
 * Matroska, FLAC, AIFF, CAF: another head.
+* Ogg: a page that begins a stream, behind others that do not.
 * WAV: another head. Those of the same format become one piece (:mod:`shmring.frontend.media.riff`).
 * MPEG-TS: tables that list other programs, or other tracks of a program, and none of those before. Where these stay, times
   tell (:mod:`shmring.frontend.media.seams`).
@@ -25,6 +26,7 @@ from collections.abc import Iterable, Iterator
 
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.fragments import Fragment, parts_of, places_to_write, read_fragments
+from shmring.frontend.media.ogg import chain_starts
 from shmring.frontend.media.riff import wav_pieces
 from shmring.frontend.media.signatures import boxes
 
@@ -93,6 +95,8 @@ def pieces_of(view: memoryview, demuxer: str | None) -> list[Piece]:
     elif demuxer in _HEADS:
         starts = (match.start() for match in _HEADS[demuxer].finditer(view))
         pieces = [Piece(demuxer=demuxer, views=(file,), written=tuple(_aiff_sizes(file))) for file in _cut(view, starts)]
+    elif demuxer == "ogg":
+        pieces = [Piece(demuxer=demuxer, views=(file,)) for file in _cut(view, chain_starts(view))]
     elif demuxer == "wav":
         pieces = [Piece(demuxer=demuxer, views=views) for views in wav_pieces(view)]
     elif demuxer == "mpegts":

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.options import MediaLimits
-from tests.frontend.media.test_audio import chirp, decoded
+from tests.frontend.media.test_audio import RATE, chirp, decoded
 from tests.tables import for_each
 
 SECONDS = 20
-GRANULE, NUMBER, CHECKSUM = 6, 18, 22  # places in a page
+GRANULE, STREAM, NUMBER, CHECKSUM = 6, 14, 18, 22  # places in a page
 CODECS = [("libopus", 48_000), ("flac", 44_100)]
 
 
@@ -110,13 +112,58 @@ def test_a_beginning_that_is_missing_is_told(recording_of: Callable[..., bytes])
         assert sound.duration_s == pytest.approx(3, abs=0.1)
 
 
-def test_recordings_that_were_joined_lack_nothing(recording_of: Callable[..., bytes]) -> None:
-    first, second = (recording_of(chirp(48_000), 48_000, "ogg", "libopus") for _ in range(2))
+def of_stream(found: list[bytes], stream: bytes) -> list[bytes]:
     moved = []
-    for page in pages(second):
+    for page in found:
         other = bytearray(page)
-        other[14:18] = b"next"  # of another stream
+        other[STREAM : STREAM + 4] = stream
         moved.append(sealed(other))
-    sound = decoded(first + b"".join(moved))[1]
-    assert "missing" not in sound.shortfall  # only where the second one begins
-    assert sound.duration_s == pytest.approx(4, abs=0.1)
+    return moved
+
+
+def test_pages_in_another_order_are_there(recording_of: Callable[..., bytes]) -> None:
+    found = ogg(recording_of, "libopus", 48_000, 8)
+    found[5], found[6] = found[6], found[5]
+    sound = decoded(b"".join(found))[1]
+    assert "missing" not in sound.shortfall
+    assert "begin anew" in sound.shortfall
+    assert sound.duration_s == pytest.approx(8, abs=0.1)
+
+
+def test_pages_without_numbers_of_their_own_lack_no_beginning(recording_of: Callable[..., bytes]) -> None:
+    without = []
+    for page in ogg(recording_of, "libopus", 48_000, 4):
+        other = bytearray(page)
+        other[NUMBER : NUMBER + 4] = bytes(4)
+        without.append(sealed(other))
+    assert decoded(b"".join(without))[1].shortfall == ""
+
+
+OTHERS = [("libopus", 48_000, "mono"), ("libopus", 48_000, "stereo"), ("flac", 44_100, "mono"), ("flac", 8_000, "stereo")]
+
+
+@for_each("stream", [b"next", None])
+@for_each("first", OTHERS)
+@for_each("second", OTHERS)
+def test_recordings_that_were_joined_are_heard_one_after_the_other(
+    recording_of: Callable[..., bytes], first: tuple[str, int, str], second: tuple[str, int, str], stream: bytes | None
+) -> None:
+    parts = []
+    for (codec, rate, layout), part in ((first, 0), (second, 1)):
+        samples = chirp(rate, 4)[part * 2 * rate : (part + 1) * 2 * rate]
+        samples = np.stack([samples, samples]) if layout == "stereo" else samples
+        parts.append(recording_of(samples, rate, "ogg", codec, layout))
+    if stream:
+        parts[1] = b"".join(of_stream(pages(parts[1]), stream))
+    samples, sound = decoded(b"".join(parts))
+    assert re.search(r"not as its file says: its times begin anew at 2\.0\d s; its 2 parts", sound.shortfall)
+    assert len(samples) == pytest.approx(4 * RATE, abs=0.05 * RATE)
+    for place in (RATE, 3 * RATE):
+        heard, expected = samples[place : place + RATE // 2], chirp(RATE, 4)[place : place + RATE // 2]
+        assert np.corrcoef(heard, expected)[0, 1] > 0.9
+
+
+def test_each_of_them_has_an_end(recording_of: Callable[..., bytes]) -> None:
+    first, second = (recording_of(chirp(48_000), 48_000, "ogg", "libopus") for _ in range(2))
+    cut = b"".join(pages(first)[:-1])
+    assert "its end is missing (OGG); its times begin anew" in decoded(cut + b"".join(of_stream(pages(second), b"next")))[1].shortfall
