@@ -27,6 +27,7 @@ import av.error
 import numpy as np
 from av.audio.frame import AudioFrame
 from av.audio.stream import AudioStream
+from av.packet import Packet
 from numpy.typing import NDArray
 
 from shmring.engine.inputs import SoundSpec
@@ -59,6 +60,8 @@ _SLACK_S = 0.25
 _MAX_AMPLITUDE = 16.0
 # Some store whole numbers as floating point, up to 32 768 or 2 147 483 648.
 _MAX_WHOLE_AMPLITUDE = 2.0**31
+_ADTS = ("aac", "mpegts")  # formats in which each packet of AAC says its rate
+_ADTS_RATES = (96_000, 88_200, 64_000, 48_000, 44_100, 32_000, 24_000, 22_050, 16_000, 12_000, 11_025, 8000, 7350, 0, 0, 0)
 _MAX_PACKETS = 500_000  # ten minutes of Opus in its shortest frames, 2.5 ms, are 240 000
 
 
@@ -305,6 +308,7 @@ class _Survey:
             self._seams = Seams(time_base, max_gap_s(file.demuxer, longest_s))
         unit = time_base / self._time_base
         before_s = self._seams.length_s()
+        has_rates_of_its_own = file.demuxer in _ADTS and stream.codec_context.name == "aac"
         max_total = int((longest_s - self.duration_s) / time_base)
         total, complete = 0, True
         first: int | None = None
@@ -316,6 +320,8 @@ class _Survey:
             if not packet.size:
                 continue
             duration = max(packet.duration or 0, 0)
+            if has_rates_of_its_own:
+                duration = round(_adts_s(packet) / time_base) or duration
             total += duration
             complete = complete and duration > 0
             if (position := packet.pts) is not None:
@@ -333,6 +339,15 @@ class _Survey:
         if self.duration_s > longest_s:
             raise _too_long(longest_s)
         return max(length_s, float((last - min(first or 0, 0)) * time_base))
+
+
+def _adts_s(packet: Packet[AudioStream]) -> Fraction:
+    """Returns how many seconds a packet of AAC lasts, by its own head; 0: it has none. libav counts by the first one's rate."""
+    head = bytes(memoryview(packet)[:7])
+    if len(head) < 7 or head[0] != 0xFF or head[1] & 0xF6 != 0xF0:
+        return Fraction(0)
+    rate = _ADTS_RATES[head[2] >> 2 & 15]
+    return Fraction(1024 * (1 + (head[6] & 3)), rate) if rate else Fraction(0)
 
 
 def _too_long(longest_s: float) -> MediaError:

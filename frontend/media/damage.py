@@ -27,6 +27,7 @@ passes) are refused if any part is missing.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 import av.container
@@ -57,6 +58,13 @@ _MOST_S = 24 * 3600.0  # what says that it is longer does not know how long it i
 _SHOWN_SEAMS = 3
 _MAX_TOLD = 4
 _MP3_HEAD_NBYTES = 4096  # its first frame, which has 1441 at most, and some padding before
+# A frame without sound. Where its count stands depends on its version and its channels.
+_MP3_COUNT = re.compile(
+    rb"\xff(?P<version>[\xe0-\xff])(?P<rate>.).(?:.{32}|.{17}|.{9})"
+    rb"(?:(?:Xing|Info)(?P<flags>.{4})(?P<xing>.{4})|VBRI.{10}(?P<vbri>.{4}))",
+    re.DOTALL,
+)
+_MP3_RATES = (44_100, 48_000, 32_000)  # of version 1; half of it in version 2, a quarter in version 2.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +158,9 @@ def _said_s(
         return float(stream.frames / stream.average_rate) if stream.frames and stream.average_rate else None
     if demuxer in ("caf", "avi") and isinstance(stream, AudioStream):
         return stream.frames / stream.codec_context.sample_rate if stream.frames else None
-    is_counted = demuxer in ("flac", "aiff") or (demuxer == "mov" and not stream.frames) or _is_counted_mp3(demuxer, data)
+    if demuxer == "mp3":
+        return _counted_mp3_s(bytes(data[:_MP3_HEAD_NBYTES]))
+    is_counted = demuxer in ("flac", "aiff") or (demuxer == "mov" and not stream.frames)
     if is_counted and stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
     return None
@@ -207,9 +217,17 @@ def missing_packets(damaged: int, total: int, unit: str, cause: str = "can't be 
     return [Shortfall(missing=damaged, promised=total, unit=unit, cause=cause, tolerated=TOLERATED_PACKETS)]
 
 
-def _is_counted_mp3(demuxer: str, data: bytes | memoryview) -> bool:
-    head = bytes(data[:_MP3_HEAD_NBYTES])
-    return demuxer == "mp3" and any(name in head for name in (b"Xing", b"Info", b"VBRI"))
+def _counted_mp3_s(head: bytes) -> float | None:
+    """Returns how many seconds an MP3's first frame counts. Of files that were joined, libav guesses it from their bytes."""
+    match = _MP3_COUNT.search(head)
+    if match is None:
+        return None
+    version, rate_index, flags, counted = match["version"][0] >> 3 & 3, match["rate"][0] >> 2 & 3, match["flags"], match["vbri"]
+    if rate_index == len(_MP3_RATES) or (flags and not flags[3] & 1):  # no rate, or no count
+        return None
+    num_frames = int.from_bytes(match["xing"] or counted, "big")
+    rate = _MP3_RATES[rate_index] >> {3: 0, 2: 1}.get(version, 2)
+    return num_frames * (1152 if version == 3 else 576) / rate
 
 
 def _number(value: float) -> str:

@@ -234,7 +234,9 @@ def _read(data: memoryview) -> _Wav | None:
                 format=format_chunk,
                 place=place,
                 nbytes=nbytes,
-                is_readable=order == "little" and (large[1] if is_rf64 else nbytes) == nbytes < 1 << 63 and max(large) < 1 << 63,
+                is_readable=order == "little"
+                and (large[1] if is_rf64 else nbytes) == nbytes < 1 << 63
+                and max(large) < 1 << 63,
             )
         if name == b"ds64" and place + 24 <= len(data):
             large = struct.unpack_from("<3Q", data, place)

@@ -19,11 +19,15 @@ _STRIP_OFFSETS = 273  # the TIFF tag that says where the pixels begin
 Array = np.ndarray[Any, Any]
 
 
-def _recording(samples: Array, rate: int, container: str = "wav", codec: str = "pcm_s16le", layout: str = "mono") -> bytes:
+def _recording(
+    samples: Array, rate: int, container: str = "wav", codec: str = "pcm_s16le", layout: str = "mono", bit_rate: int = 0
+) -> bytes:
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         stream = output.add_stream(codec, rate=rate)
         stream.layout = layout
+        if bit_rate:
+            stream.bit_rate = bit_rate
         packed = np.ascontiguousarray(np.atleast_2d(samples).T, np.float32).reshape(1, -1)
         frame = av.AudioFrame.from_ndarray(packed, format="flt", layout=layout)
         frame.sample_rate, frame.pts = rate, 0

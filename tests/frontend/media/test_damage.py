@@ -136,3 +136,17 @@ def test_the_beginning_of_a_clip_that_is_too_long_is_seen_and_told(clip_of: Call
     assert "the clip is not as its file says: it says that it has" in clip.shortfall
     with pytest.raises(MediaError, match="longer than"):
         decoded(data, limits)
+
+
+@for_each("rate", [48_000, 44_100, 32_000, 22_050, 11_025])
+@for_each("layout", ["mono", "stereo"])
+def test_an_mp3_promises_the_frames_that_its_first_one_counts(
+    recording_of: Callable[..., bytes], rate: int, layout: str
+) -> None:
+    samples = 0.5 * np.sin(np.arange(8 * rate) / 10)
+    data = recording_of(np.stack([samples] * 2) if layout == "stereo" else samples, rate, "mp3", "libmp3lame", layout)
+    assert recording(data)[1].shortfall == ""
+    with pytest.raises(MediaError, match=r"1\.\d* of 8(\.\d+)? s \(2[0-5] %\) are missing"):
+        recording(data[: len(data) * 77 // 100])
+    uncounted = data.replace(b"Xing", b"none").replace(b"Info", b"none")
+    assert "missing" not in recording(uncounted[: len(data) * 77 // 100])[1].shortfall

@@ -166,4 +166,7 @@ def test_recordings_that_were_joined_are_heard_one_after_the_other(
 def test_each_of_them_has_an_end(recording_of: Callable[..., bytes]) -> None:
     first, second = (recording_of(chirp(48_000), 48_000, "ogg", "libopus") for _ in range(2))
     cut = b"".join(pages(first)[:-1])
-    assert "its end is missing (OGG); its times begin anew" in decoded(cut + b"".join(of_stream(pages(second), b"next")))[1].shortfall
+    assert (
+        "its end is missing (OGG); its times begin anew"
+        in decoded(cut + b"".join(of_stream(pages(second), b"next")))[1].shortfall
+    )

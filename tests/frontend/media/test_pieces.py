@@ -326,6 +326,38 @@ def test_recordings_in_fragments(recording_of: Make, flags: str) -> None:
         assert "begin anew at 1.5" in sound.shortfall
 
 
+def assert_both_are_heard(data: bytes) -> None:
+    samples, sound = recording(data)
+    assert sound.duration_s == pytest.approx(3, abs=0.3)
+    assert loudest_hertz(samples[:RATE]) == pytest.approx(500, abs=5)
+    assert loudest_hertz(samples[-RATE:]) == pytest.approx(2000, abs=5)
+
+
+def other_tone(hertz: int, rate: int) -> np.ndarray[Any, Any]:
+    return 0.5 * np.sin(2 * np.pi * hertz * np.arange(int(1.5 * rate)) / rate)
+
+
+@for_each("rates", [(44_100, 16_000), (16_000, 44_100), (48_000, 8000)])
+@for_each(("container", "codec"), [("adts", "aac"), ("mpegts", "aac"), ("mpegts", "mp2"), ("mp3", "libmp3lame")])
+def test_recordings_whose_rate_changes(recording_of: Make, container: str, codec: str, rates: tuple[int, int]) -> None:
+    if codec == "mp2" and 8000 in rates:
+        return
+    parts = zip((500, 2000), rates, strict=True)
+    assert_both_are_heard(b"".join(recording_of(other_tone(hertz, rate), rate, container, codec) for hertz, rate in parts))
+
+
+@for_each("rates", [(48_000, 48_000), (22_050, 44_100)])
+@for_each("kilobits", [(16, 160), (160, 16)])
+def test_mp3s_of_which_the_first_counts_its_own_frames_only(
+    recording_of: Make, rates: tuple[int, int], kilobits: tuple[int, int]
+) -> None:
+    parts = zip((500, 2000), rates, kilobits, strict=True)
+    joined = (
+        recording_of(other_tone(hertz, rate), rate, "mp3", "libmp3lame", bit_rate=1000 * kilo) for hertz, rate, kilo in parts
+    )
+    assert_both_are_heard(b"".join(joined))
+
+
 # -- fragments that are missing -------------------------------------------------------------------------------------------
 
 

@@ -101,10 +101,19 @@ def test_sizes_that_promise_nothing_let_the_samples_go_to_the_end(data: bytes) -
 @for_each(
     ("data", "told"),
     [
-        (wav(500, 500) + bytes(3201), "3201 bytes behind its 500 bytes of samples are taken for samples, as they are nothing else"),
+        (
+            wav(500, 500) + bytes(3201),
+            "3201 bytes behind its 500 bytes of samples are taken for samples, as they are nothing else",
+        ),
         (wav(2, 2) + noise(5000), "5000 bytes behind its 2 bytes of samples are taken for samples, as they are nothing else"),
-        (wav(500, 500) + b"fLaC" + noise(5000), "5004 bytes behind its 500 bytes of samples are another file, or its tags, and are left out"),
-        (wav(500, 500) + b"ID3\4" + noise(5000), "5004 bytes behind its 500 bytes of samples are another file, or its tags, and are left out"),
+        (
+            wav(500, 500) + b"fLaC" + noise(5000),
+            "5004 bytes behind its 500 bytes of samples are another file, or its tags, and are left out",
+        ),
+        (
+            wav(500, 500) + b"ID3\4" + noise(5000),
+            "5004 bytes behind its 500 bytes of samples are another file, or its tags, and are left out",
+        ),
     ],
 )
 def test_what_is_behind_the_end_of_the_file_is_told(data: bytes, told: str) -> None:
