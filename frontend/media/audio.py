@@ -47,7 +47,7 @@ from shmring.frontend.media.container import (
 from shmring.frontend.media.damage import Shortfall, accepted_shortfall, joined, largest, missing_packets
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.mel import LogMelWriter, num_mel_frames
-from shmring.frontend.media.mixing import Mixture, check_format, first_channels, mixed
+from shmring.frontend.media.mixing import Mixture, check_format, mixed
 from shmring.frontend.media.options import MediaLimits
 from shmring.frontend.media.pieces import Piece
 from shmring.frontend.media.seams import Seams, max_gap_s
@@ -168,8 +168,8 @@ def decode_into(data: bytes, header: SoundHeader, target: NDArray[np.float32]) -
         raise ValueError(f"the target is {target.dtype} {target.shape}, the recording needs float32 {header.shape}")
     mixture = Mixture()
     sound = _decode_into(data, header, target, mixture.counted)
-    if mixture.is_worse_than_the_first_channel():
-        sound = _decode_into(data, header, target, first_channels)
+    if mixture.is_worse_than_a_channel():
+        sound = _decode_into(data, header, target, mixture.without_losses)
     return sound
 
 

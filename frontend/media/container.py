@@ -33,7 +33,7 @@ from av.video.stream import VideoStream
 from shmring.frontend.media.damage import Shortfall, missing_end, missing_s, promised_s
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.fragments import lost_fragments
-from shmring.frontend.media.mp4 import beginning_of, check_tables, missing_samples, whole_part, why_unreadable
+from shmring.frontend.media.mp4 import beginning_of, check_tables, contradictions, missing_samples, whole_part, why_unreadable
 from shmring.frontend.media.ogg import lost_pages
 from shmring.frontend.media.pieces import Piece, pieces_of
 from shmring.frontend.media.riff import wav_sizes
@@ -284,7 +284,8 @@ def missing_of(
         return missing_samples(stream, len(file.data))
     promised = promised_s(file.container, stream, file.data, max_duration_s)
     if file.demuxer == "mov":
-        return missing_s(promised, end_s, max_duration_s) + lost_fragments(file.piece.fragments, file.piece.moved, stream)
+        lost = lost_fragments(file.piece.fragments, file.piece.moved, stream)
+        return missing_s(promised, end_s, max_duration_s) + lost + contradictions(stream, file.data)
     if file.demuxer == "wav":
         shortfall = wav_sizes(file.data, max_nbytes).shortfall
         return [shortfall] if shortfall else []

@@ -13,14 +13,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from av.audio.stream import AudioStream
 from av.video.stream import VideoStream
 
 from shmring.frontend.media.damage import Shortfall
 from shmring.frontend.media.errors import MediaError
-from shmring.frontend.media.signatures import boxes
+from shmring.frontend.media.signatures import boxes, inner_boxes
 
 __all__ = ["Fragment", "lost_fragments", "parts_of", "places_to_write", "read_fragments"]
 
@@ -133,12 +133,12 @@ def lost_fragments(part: Sequence[Fragment], moved: int, stream: AudioStream | V
 def _read(data: memoryview, start: int, place: int, end: int) -> Fragment:
     number, bases = 0, []
     times: dict[int, int] = {}
-    for box, name, box_end in _inner(data, place, end):
+    for box, name, box_end in inner_boxes(data, place, end):
         if name == b"mfhd":
             number = _number(data, box + 12, 4)
         elif name == b"traf":
             track, time, has_samples = 0, None, False
-            for inner, inner_name, _ in _inner(data, box, box_end):
+            for inner, inner_name, _ in inner_boxes(data, box, box_end):
                 if inner_name == b"tfhd":
                     track = _number(data, inner + 12, 4)
                     if _number(data, inner + 9, 3) & _SAYS_PLACE:
@@ -150,11 +150,6 @@ def _read(data: memoryview, start: int, place: int, end: int) -> Fragment:
             if has_samples and time is not None:
                 times.setdefault(track, time)
     return Fragment(start=start, place=place, number=number, times=times, bases=tuple(bases))
-
-
-def _inner(data: memoryview, start: int, end: int) -> Iterator[tuple[int, bytes, int]]:
-    for place, name, box_end in boxes(data[start + 8 : end]):
-        yield start + 8 + place, name, min(start + 8 + box_end, end)
 
 
 def _number(data: memoryview, place: int, nbytes: int) -> int:

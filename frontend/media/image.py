@@ -386,7 +386,7 @@ def picture_errors(
     except MemoryError as error:
         raise MediaError(f"the {noun} asks for more memory than there is") from error
     except Exception as error:
-        raise MediaError(f"the {noun} is damaged or truncated: {error or type(error).__name__}") from error
+        raise MediaError(f"the {noun} is damaged or truncated: {str(error) or type(error).__name__}") from error
 
 
 def _orientation(image: Image.Image) -> int:

@@ -17,14 +17,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+import numpy as np
 from av.audio.stream import AudioStream
 from av.video.stream import VideoStream
+from numpy.typing import NDArray
 
 from shmring.frontend.media.damage import Shortfall
 from shmring.frontend.media.errors import MediaError
-from shmring.frontend.media.signatures import boxes
+from shmring.frontend.media.signatures import boxes, inner_boxes
 
-__all__ = ["beginning_of", "check_tables", "missing_samples", "whole_part", "why_unreadable"]
+__all__ = ["beginning_of", "check_tables", "contradictions", "missing_samples", "whole_part", "why_unreadable"]
 
 # Ten minutes of 240 frames and 94 blocks of sound a second are 200 000. Their index takes 12 MB.
 _MAX_SAMPLES = 500_000
@@ -36,6 +38,9 @@ _SAMPLES_OF_AN_ENTRY = 1024
 
 _NAMES = re.compile(b"trak|stsz|stz2|stts|stsc|stco|co64|elst|trun|soun|cmov|senc|saiz|saio")
 _INDEX = re.compile(b"moov.{4,256}?(?:mvhd|trak|tkhd|mdia)|trak.{4,256}?(?:tkhd|mdia)", re.DOTALL)
+_TABLES = frozenset((b"mdhd", b"stts", b"stsz", b"stsc", b"stco"))  # that every track has
+_SAME_AS = {b"stz2": b"stsz", b"co64": b"stco"}
+_TOLERATED_DIFFERENCE = 0.1  # of durations; some writers leave out the last frame's
 _ENCRYPTED = "encrypted MP4 files are not accepted"
 _REFUSED = {
     b"cmov": "MP4 files with a compressed header are not accepted",
@@ -159,6 +164,71 @@ def missing_samples(stream: AudioStream | VideoStream, file_nbytes: int) -> list
     if not missing:
         return [Shortfall(missing=0, promised=0, unit="", cause="its end is missing (MP4)")]
     return [Shortfall(missing=missing, promised=total, unit="frames")]
+
+
+def contradictions(stream: AudioStream | VideoStream, data: memoryview) -> list[Shortfall]:
+    """Compares what the tables of a track say: of how many samples they are, and how long these last.
+
+    libav takes as many as the shortest table has. If two of three tables agree, there are as many as these say.
+    """
+    tables = _tables_of(data, stream.index)
+    lacking = sorted(name.decode() for name in _TABLES - tables.keys())
+    if tables and lacking:
+        cause = f"its index is damaged: it has no {', '.join(lacking)}"
+        return [Shortfall(missing=0, promised=0, unit="", cause=cause)]
+    if not tables:
+        return []
+    times = tables[b"stts"].entries(2)
+    num_chunks = len(tables[b"stco"].entries(tables[b"stco"].width))
+    chunks = tables[b"stsc"].entries(3)
+    in_chunks = np.diff(np.minimum([*chunks[:, 0], num_chunks + 1], num_chunks + 1)).clip(0) @ chunks[:, 1]
+    counts = sorted(int(count) for count in (times[:, 0].sum(), tables[b"stsz"].number(4), in_chunks))
+    if counts[0] < counts[1]:
+        cause = "are not in all tables of its index, which is damaged"
+        return [Shortfall(missing=counts[1] - counts[0], promised=counts[1], unit="frames", cause=cause)]
+    lasting, said = int(times[:, 0] @ times[:, 1]), tables[b"mdhd"].duration
+    if said and counts[0] > 1 and abs(lasting - said) > _TOLERATED_DIFFERENCE * max(lasting, said):
+        cause = f"its index is damaged: by its tables, its frames last for {lasting / said:.3g} times its duration"
+        return [Shortfall(missing=0, promised=0, unit="", cause=cause)]
+    return []
+
+
+class _Table:
+    """A box of a track's index, from its version and flags on."""
+
+    def __init__(self, name: bytes, content: memoryview) -> None:
+        self._content = content
+        self.width = 2 if name == b"co64" else 1
+
+    def number(self, place: int) -> int:
+        return _number(self._content, 4 + place)
+
+    def entries(self, width: int) -> NDArray[np.float64]:
+        """Returns the entries of a table, of so many numbers each, as far as there are any."""
+        count = min(self.number(0), max(0, len(self._content) - 8) // (4 * width))
+        return np.frombuffer(self._content, ">u4", width * count, 8).reshape(count, width).astype(np.float64)
+
+    @property
+    def duration(self) -> int:
+        """Of a head of media: how long these last; 0: it does not say."""
+        place, nbytes = (24, 8) if self._content[0] else (16, 4)
+        duration = bytes(self._content[place : place + nbytes])
+        return 0 if duration == b"\xff" * nbytes else int.from_bytes(duration, "big")
+
+
+def _tables_of(data: memoryview, track: int) -> dict[bytes, _Table]:
+    """Returns the tables of a track, by name; both kinds of sizes and of places by the name of the usual one."""
+    tables: dict[bytes, _Table] = {}
+    indexes = [(start, end) for start, name, end in boxes(data) if name == b"moov"]
+    tracks = [(start, end) for start, name, end in inner_boxes(data, *indexes[0]) if name == b"trak"] if indexes else []
+    outer = tracks[track : track + 1]
+    while outer:
+        for start, name, end in inner_boxes(data, *outer.pop()):
+            if name in (b"mdia", b"minf", b"stbl"):
+                outer.append((start, end))
+            elif end - start >= 16:
+                tables.setdefault(_SAME_AS.get(name, name), _Table(name, data[start + 8 : end]))
+    return tables
 
 
 def beginning_of(data: memoryview) -> int:

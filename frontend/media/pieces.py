@@ -14,7 +14,8 @@ reads the first of them, or takes its description for all others. Pieces are tol
 Others are one piece, whatever is in them.
 
 What libav would take at its word is set right here: an edit list whose edits last 0, which means "to the end" and is taken for
-"nothing at all"; the sizes of an AIFF that was written to a pipe, which are 0 or as large as can be.
+"nothing at all"; the sizes of an AIFF that was written to a pipe, which are 0 or as large as can be, or whose recorder did not
+come to its end.
 """
 
 from __future__ import annotations
@@ -182,20 +183,23 @@ def _tracks_of_program(table: bytes, end: int) -> Iterator[bytes]:
         entry += 5 + int.from_bytes(table[entry + 3 : entry + 5], "big") % 4096
 
 
-def _aiff_sizes(view: memoryview) -> Iterator[tuple[int, bytes]]:
-    """Where an AIFF has sizes that libav refuses. Its samples go to its end then, and their number is not said (0)."""
-    if bytes(view[:4]) != b"FORM" or 0 < int.from_bytes(view[4:8], "big") <= _LARGEST_OF_AIFF:
-        return
-    yield 4, (len(view) - 8).to_bytes(4, "big")
-    place = 12
-    while place + 8 <= len(view):
+def _aiff_sizes(view: memoryview) -> list[tuple[int, bytes]]:
+    """Where an AIFF has sizes that libav refuses, or that nobody has set.
+
+    Its samples go to its end then, and their number is not said (0).
+    """
+    written = []
+    form_nbytes, place = int.from_bytes(view[4:8], "big"), 12
+    while bytes(view[:4]) == b"FORM" and place + 8 <= len(view):
         name, nbytes = bytes(view[place : place + 4]), int.from_bytes(view[place + 4 : place + 8], "big")
         if name == b"COMM" and int.from_bytes(view[place + 10 : place + 14], "big") > _LARGEST_OF_AIFF:
-            yield place + 10, bytes(4)
+            written.append((place + 10, bytes(4)))
         if name == b"SSND":
-            yield place + 4, (len(view) - place - 8).to_bytes(4, "big")
-            return
+            if place + 8 < form_nbytes <= _LARGEST_OF_AIFF:  # there are samples in it
+                return []
+            return [(4, (len(view) - 8).to_bytes(4, "big")), *written, (place + 4, (len(view) - place - 8).to_bytes(4, "big"))]
         place += 8 + nbytes + nbytes % 2
+    return []
 
 
 def _endless_edits(view: memoryview) -> list[tuple[int, bytes]]:

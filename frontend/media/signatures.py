@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-__all__ = ["boxes", "demuxer_of", "is_another_file", "is_still_picture", "picture_format_of"]
+__all__ = ["boxes", "demuxer_of", "inner_boxes", "is_another_file", "is_still_picture", "picture_format_of"]
 
 _MAX_JUNK_NBYTES = 4096  # the head of a mail, or what an application writes before a picture that it keeps
 _MAX_BOXES = 64  # of an MP4 before the one that says what it is; there are one or two
@@ -122,6 +122,19 @@ def boxes(data: bytes | memoryview) -> Iterator[tuple[int, bytes, int]]:
             return
         yield place, bytes(data[place + 4 : place + 8]), place + size
         place += size
+
+
+def inner_boxes(data: memoryview, start: int, end: int) -> Iterator[tuple[int, bytes, int]]:
+    """Yields the boxes inside of one, as :func:`boxes` does; all end where it ends, or the data do.
+
+    Args:
+        data: the file.
+        start: of the outer box.
+        end: of the outer box.
+    """
+    end = min(end, len(data))
+    for place, name, box_end in boxes(data[start + 8 : end]):
+        yield start + 8 + place, name, min(start + 8 + box_end, end)
 
 
 def _begins_with_boxes(data: bytes | memoryview) -> bool:

@@ -103,12 +103,16 @@ class Timeline:
         trusts_keyframes: whether decoding can begin at each packet that is said to be a keyframe, and not only at the first
             one of each piece.
         max_gap_s: between two frames of a part; None: any.
+
+    Attributes:
+        num_packets: that were taken.
+        num_unreachable: of these, how many come before the first keyframe of their piece.
     """
 
     def __init__(
         self, seconds: Fraction, frame_rate: Fraction | None, trusts_keyframes: bool, max_gap_s: float | None = None
     ) -> None:
-        self.num_packets = 0
+        self.num_packets = self.num_unreachable = 0
         self._seconds = seconds
         self._frame_rate = frame_rate
         self._trusts_keyframes = trusts_keyframes
@@ -180,6 +184,7 @@ class Timeline:
         if is_keyframe and can_begin:
             self._keyframe_packets.append(number)
             self._keyframe_positions.append(position)
+        self.num_unreachable += is_shown and not self._has_beginning
         if is_shown and self._has_beginning:  # what comes before the first keyframe can't be decoded
             self._positions.append(position)
             self._packets.append(number)

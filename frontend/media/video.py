@@ -232,6 +232,9 @@ def _probe_track(
         scan.read_further(piece)
     timeline, first = scan.timeline, scan.first
     shortfalls = [*scan.shortfalls, *missing_pieces(pieces, scan.unread)]
+    if file.demuxer in _TRUSTED_KEYFRAMES and timeline.num_unreachable:
+        cause = f"its first {timeline.num_unreachable} frames come before a frame from which decoding can begin"
+        shortfalls.append(Shortfall(missing=0, promised=0, unit="", cause=cause, is_damage=False))
     if not shortfalls:  # if a file ends early, a part of the last frame is there
         shortfalls += missing_packets(timeline.num_corrupt, timeline.num_packets, "frames", "are incomplete")
     shortfalls = [*largest(shortfalls), *joined(timeline.seams_s)]
@@ -315,8 +318,13 @@ def decode_into(
             _decode(file, stream, track.first_packet, writer)
     shortfalls = [*header.shortfalls, *missing_packets(writer.num_damaged, writer.num_attempted, "frames")]
     num_wanted, num_written = len(header.selection.positions), len(writer.timestamps_s)
-    if writer.num_damaged and num_written < num_wanted:  # a decoder may give nothing until the next keyframe
-        shortfalls += missing_packets(num_wanted - num_written, num_wanted, "wanted frames")
+    if num_written < num_wanted:
+        lacking = missing_packets(num_wanted - num_written, num_wanted, "wanted frames")
+        if writer.num_damaged:  # a decoder may give nothing until the next keyframe
+            shortfalls += lacking
+        else:  # their times are others than the file says, or two packets make one frame
+            cause = f"{num_wanted - num_written} of {num_wanted} wanted frames do not come at their times"
+            shortfalls.append(Shortfall(missing=0, promised=0, unit="", cause=cause, is_damage=False))
     shortfall = accepted_shortfall("clip", shortfalls, header.max_missing_share)
     if not writer.timestamps_s:
         raise MediaError("the clip is damaged: none of its frames can be decoded")

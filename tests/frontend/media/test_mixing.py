@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from av.audio.layout import AudioLayout
 
 from shmring.engine.inputs import SoundSpec
 from shmring.frontend.media.errors import MediaError
@@ -80,6 +82,46 @@ def test_channels_that_have_nothing_in_common_are_mixed(recording_of: Callable[.
     sides = np.stack([noise(0.1, seed) for seed in range(2 if layout == "stereo" else 6)])
     samples, _ = decoded(recording_of(sides, RATE, "wav", "pcm_f32le", layout))
     assert 0.3 < samples.std() / sides.std() < 0.8
+
+
+SURROUND = ["3.0", "quad", "5.0", "5.1", "7.1"]
+CANCELLING = [[1, -1], [1, -1, 1, -1], [0, 0, 0, 0, 1, -1], [0.5, 0.5, -1], [0.6, -0.5]]
+
+
+@for_each("layout", SURROUND)
+@for_each("weights", CANCELLING)
+@for_each("codec", ["pcm_f32le", "pcm_s16le"])
+def test_channels_of_surround_that_cancel_each_other_out_are_not_silence(
+    recording_of: Callable[..., bytes], layout: str, weights: list[float], codec: str
+) -> None:
+    num_channels = AudioLayout(layout).nb_channels
+    if len(weights) > num_channels:
+        return
+    sides = np.outer([*weights, *[0] * (num_channels - len(weights))], chirp(RATE))
+    samples, _ = decoded(recording_of(sides, RATE, "wav", codec, layout))
+    loudest = samples / np.abs(samples).max()
+    assert np.abs(samples).max() > 0.2
+    assert min(apart(loudest, 2 * sign * chirp(RATE)) for sign in (1, -1)) < 0.01
+
+
+def test_a_mixture_of_numbers_of_channels(recording_of: Callable[..., bytes]) -> None:
+    opposite = recording_of(np.stack([chirp(RATE), -chirp(RATE)]), RATE, "wav", "pcm_f32le", "stereo")
+    usual = recording_of(np.stack([noise(0.1, seed) for seed in range(6)]), RATE, "wav", "pcm_f32le", "5.1")
+    alone, _ = decoded(usual)
+    samples, _ = decoded(opposite + usual)
+    assert apart(samples, chirp(RATE)) < 1e-6
+    assert apart(samples[SECONDS * RATE :], alone) < 1e-6
+
+
+@for_each(("num_channels", "places"), [(5, 0x1F), (2, 0x600), (3, 0x700), (4, 0x1E), (7, 0x7F)])
+def test_channels_in_places_that_nobody_mixes_are_mixed_as_the_usual_ones(num_channels: int, places: int) -> None:
+    sound = np.repeat(chirp(RATE).astype("<f4")[:, np.newaxis], num_channels, axis=1)
+    head = struct.pack("<HHIIHH", 0xFFFE, num_channels, RATE, 4 * RATE * num_channels, 4 * num_channels, 32)
+    head += struct.pack("<HHI", 22, 32, places) + bytes.fromhex("0300000000001000800000aa00389b71")
+    body = b"WAVEfmt " + struct.pack("<I", len(head)) + head + b"data" + struct.pack("<I", sound.nbytes) + sound.tobytes()
+    samples, told = decoded(b"RIFF" + struct.pack("<I", len(body)) + body)
+    assert apart(samples, chirp(RATE)) < 1e-5
+    assert told.shortfall == ""
 
 
 @for_each("value", [np.inf, np.nan, 1e30])

@@ -119,7 +119,8 @@ def test_sizes_that_promise_nothing_let_the_samples_go_to_the_end(data: bytes) -
 def test_what_is_behind_the_end_of_the_file_is_told(data: bytes, told: str) -> None:
     sizes = wav_sizes(data)
     assert str(sizes.shortfall) == told
-    assert sizes.shortfall is not None and not sizes.shortfall.is_damage
+    assert sizes.shortfall is not None
+    assert not sizes.shortfall.is_damage
     assert sizes.goes_to_the_end == ("taken for samples" in told)
 
 
