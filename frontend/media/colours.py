@@ -3,6 +3,9 @@
 What counts is what a profile does. Its name says nothing: there are profiles called sRGB that are linear, or have other
 primaries. So the conversion is tried with colours from all over; if it leaves them as they are, it is left out.
 
+Some files say by numbers what their colours are (H.273), and have no profile. Those that would look different are told to the
+caller, and used as they are: of high dynamic range there is no agreed way to sRGB.
+
 A profile must be one of the picture's kind of colours. One of red, green and blue also holds for a grey picture, whose samples
 are then equal parts of the three, as in browsers. Any other profile is passed over, and so is one that can't be read.
 """
@@ -10,13 +13,20 @@ are then equal parts of the three, as in browsers. Any other profile is passed o
 from __future__ import annotations
 
 import io
+import re
 
 import numpy as np
 from PIL import Image, ImageCms
 
-__all__ = ["Conversion", "conversion_to_srgb"]
+__all__ = ["Conversion", "conversion_to_srgb", "unconverted_colours"]
 
 _INVISIBLE_CHANGE = 2  # of 255. By so much do profiles of sRGB differ that were rounded in different ways
+# Numbers of H.273: of colours and of shades that are visibly others than those of sRGB.
+_COLOURS = {9: "BT.2020", 10: "XYZ", 11: "DCI-P3", 12: "Display P3"}
+_SHADES = {8: "linear light", 16: "PQ", 18: "HLG"}
+_IN_BOX, _IN_CHUNK = (re.compile(text, re.DOTALL) for text in (rb"colrnclx\0(.)\0(.)", rb"\0\0\0\x04cICP(.)(.)"))
+_NUMBERS = {"PNG": _IN_CHUNK, "AVIF": _IN_BOX, "HEIF": _IN_BOX}
+_MAX_HEAD_NBYTES = 64 << 10
 _STEP = 15  # between the shades of each colour that are tried: 18 shades, 5832 colours
 
 
@@ -73,6 +83,22 @@ def conversion_to_srgb(image: Image.Image) -> Conversion | None:
         return conversion if conversion and conversion.changes_colours() else None
     except (ImageCms.PyCMSError, OSError, ValueError, TypeError):
         return None
+
+
+def unconverted_colours(image: Image.Image, data: bytes) -> str:
+    """Returns what the colours of a picture are by the numbers in its file; nothing if it has a profile, or looks like sRGB.
+
+    Args:
+        image: the picture, decoded.
+        data: its file.
+    """
+    numbers = _NUMBERS.get(image.format or "")
+    match = numbers.search(data[:_MAX_HEAD_NBYTES].partition(b"IDAT")[0]) if numbers else None
+    if match is None or image.info.get("icc_profile"):
+        return ""
+    colours, shades = b"".join(match.groups())
+    names = _COLOURS.get(colours), _SHADES.get(shades)
+    return " in ".join(name for name in names if name)
 
 
 def _mode_for(space: str, mode: str) -> str | None:

@@ -52,7 +52,7 @@ from PIL import (
 )
 from PIL.ExifTags import Base as ExifTag
 
-from shmring.frontend.media.colours import conversion_to_srgb
+from shmring.frontend.media.colours import conversion_to_srgb, unconverted_colours
 from shmring.frontend.media.container import coded_sizes
 from shmring.frontend.media.damage import Shortfall, accepted_shortfall
 from shmring.frontend.media.errors import MediaError
@@ -184,7 +184,8 @@ def decode_into(
     try:
         with _open(data, header.format) as image:
             _write(image, header, stored, background)
-        return ""
+            told = _told_of_colours(image, data)
+        return accepted_shortfall("picture", told, header.max_missing_share)
     except MediaError:
         if header.format not in _ROW_BY_ROW:
             raise
@@ -195,7 +196,14 @@ def decode_into(
                 "everywhere. Send the whole file"
             )
         with _truncated_images():
-            return _write(image, header, stored, background, finds_missing=True)
+            rows = _write(image, header, stored, background, finds_missing=True)
+        return accepted_shortfall("picture", [*rows, *_told_of_colours(image, data)], header.max_missing_share)
+
+
+def _told_of_colours(image: Image.Image, data: bytes) -> list[Shortfall]:
+    colours = unconverted_colours(image, data)
+    cause = f"its colours are {colours}, and are taken for sRGB"
+    return [Shortfall(missing=0, promised=0, unit="", cause=cause, is_damage=False)] if colours else []
 
 
 #: Formats that Pillow decodes row by row, so that a part of a file is a part of the picture.
@@ -209,7 +217,12 @@ def _write(
     background: tuple[int, int, int],
     *,
     finds_missing: bool = False,
-) -> str:
+) -> list[Shortfall]:
+    """Decodes a picture and writes it; returns which of its rows are missing.
+
+    Raises:
+        MediaError: it can't be decoded, or too many are.
+    """
     height, width = stored.shape[:2]
     scaled = (width, height) != (header.stored_width, header.stored_height)
     if scaled and image.format == "JPEG":
@@ -224,16 +237,16 @@ def _write(
         missing = None
     if not (scaled and image.format == "JPEG"):
         _check_promise(image, header)
-    shortfall = ""
+    shortfalls = []
     if missing is not None and missing.any():
-        rows = Shortfall(missing=int(missing.sum()), promised=len(missing), unit="rows")
-        shortfall = accepted_shortfall("picture", [rows], header.max_missing_share)
+        shortfalls = [Shortfall(missing=int(missing.sum()), promised=len(missing), unit="rows")]
+        accepted_shortfall("picture", shortfalls, header.max_missing_share)
     reader = _Reader(image, transparency, background, missing)
     if not scaled:
         _convert(image, stored, reader)
     else:
         stored[:] = np.asarray(_flat(image, width, height, reader).resize((width, height), Image.Resampling.LANCZOS))
-    return shortfall
+    return shortfalls
 
 
 def _load_and_find_missing(image: Image.Image) -> NDArray[np.bool_]:

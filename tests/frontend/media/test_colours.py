@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageCms
 
+from shmring.frontend.media.image import decode_into, probe
+from shmring.frontend.media.options import PictureLimits
 from tests.frontend.media.test_image import chunked, decoded, encoded, scaled
 from tests.tables import for_each
 
@@ -164,6 +167,46 @@ def test_transparent_colours_are_converted_before_they_lie_over_the_background()
 def test_a_profile_that_can_t_be_read_is_taken_for_srgb(icc: bytes) -> None:
     pixels = noise(9, 9, 3)
     np.testing.assert_array_equal(decoded(encoded(Image.fromarray(pixels), "PNG", icc_profile=icc)), pixels)
+
+
+def told(data: bytes) -> str:
+    header = probe(data, PictureLimits())
+    return decode_into(data, header, np.empty(header.shape, np.uint8))
+
+
+NUMBERS = [
+    ((12, 13), "Display P3"),
+    ((9, 16), "BT.2020 in PQ"),
+    ((9, 18), "BT.2020 in HLG"),
+    ((1, 8), "linear light"),
+    ((1, 13), ""),
+    ((2, 2), ""),
+    ((6, 6), ""),
+]
+
+
+@for_each("name", ["PNG", "AVIF", "HEIF"])
+@for_each(("numbers", "said"), NUMBERS)
+def test_colours_that_are_said_by_numbers_are_told(name: str, numbers: tuple[int, int], said: str) -> None:
+    def numbered(**options: Any) -> bytes:
+        data = encoded(Image.fromarray(noise(9, 9, 3)), name, **options)
+        if name == "PNG":
+            chunk = b"cICP" + bytes([*numbers, 0, 1])
+            return data[:33] + struct.pack(">I", 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[33:]
+        return re.sub(rb"(?s)colrnclx....", b"colrnclx" + struct.pack(">HH", *numbers), data)
+
+    expected = f"the picture is not as its file says: its colours are {said}, and are taken for sRGB" if said else ""
+    assert told(numbered()) == expected
+    assert told(numbered(icc_profile=OTHERS["linear"])) == ""
+
+
+def test_a_picture_that_is_cut_off_says_both() -> None:
+    data = encoded(Image.fromarray(noise(100, 100, 3)), "PNG")
+    chunk = b"cICP" + bytes([12, 13, 0, 1])
+    numbered = data[:33] + struct.pack(">I", 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[33:]
+    text = told(numbered[: len(numbered) * 96 // 100])
+    assert "rows" in text
+    assert "; its colours are Display P3" in text
 
 
 @for_each(
