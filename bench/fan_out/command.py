@@ -53,7 +53,6 @@ def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
         steps=max(20, min(300, round(seconds * 600))) if nbytes < LARGE else 20,
         gathers=nbytes == SMALL and WAYS[subject].gathers,
         rests=is_central and subject in (OURS, MESSAGE_QUEUE),
-        stops=is_central and subject == OURS,
     )
 
 
@@ -111,7 +110,6 @@ TARGETS = (
     _sooner("engine's CPU a message,", 0.4, OURS, MESSAGE_QUEUE, "engine_us"),
     _alone("CPU of the workers in the second after a message", 5, "%", "awake_percent"),
     _alone("CPU of the workers, idle", 1, "%", "idle_percent"),
-    _alone("p50 of the others while one worker is stopped, of before", 1.1, "x", "stopped_ratio"),
 )  # fmt: skip
 
 

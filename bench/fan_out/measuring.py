@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import multiprocessing
-import os
-import signal
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -37,8 +35,6 @@ _WARM_UP = 16  # so that memory which is used in turn was touched
 _ITEM = 7  # the first of each tensor
 _REST_S = 1.0
 _SPUN_S = 0.3  # beyond which nobody still looks whom the last message has kept awake for a second
-_ROUNDS = 3  # of stopping a worker
-_STOPPED_STEPS = 32  # of each: less than it may have unread
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -49,7 +45,6 @@ class Cell(msgspec.Struct, frozen=True):
         steps: messages of the pace.
         gathers: whether replies are measured, too.
         rests: whether it is measured what workers take when nothing comes.
-        stops: whether one worker is stopped for a while.
     """
 
     subject: str
@@ -59,7 +54,6 @@ class Cell(msgspec.Struct, frozen=True):
     steps: int
     gathers: bool = False
     rests: bool = False
-    stops: bool = False
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -72,7 +66,6 @@ class Run(msgspec.Struct, frozen=True):
         gathers_per_s: how often in a second all replied, one gather after the other.
         gather_us, gather_engine_us: the median time of one, and CPU time of the engine for it.
         awake_percent, idle_percent: CPU of all workers in the second after a message, and in the one after that, of one core.
-        stopped_ratio: the median time to the last of the others while one worker is stopped, of that before.
     """
 
     per_s: float
@@ -84,7 +77,6 @@ class Run(msgspec.Struct, frozen=True):
     gather_engine_us: float | None = None
     awake_percent: float | None = None
     idle_percent: float | None = None
-    stopped_ratio: float | None = None
 
 
 class Stamps:
@@ -161,7 +153,7 @@ class _Measurement:
         for _ in range(_WARM_UP):
             await self._send()
         self._settle()
-        asked = {self._gather: cell.gathers, self._rest: cell.rests, self._stop: cell.stops}
+        asked = {self._gather: cell.gathers, self._rest: cell.rests}
         numbers: dict[str, float] = {}
         for measure in (self._flood, self._pace, *(measure for measure, is_asked in asked.items() if is_asked)):
             numbers |= await measure()
@@ -174,10 +166,10 @@ class _Measurement:
         await self._way.send(self._sent)
         return began_ns
 
-    def _settle(self, ranks: slice = slice(None)) -> int:
-        """Waits until these workers have the last message; returns when the last of them had it."""
+    def _settle(self) -> int:
+        """Waits until all workers have the last message; returns when the last of them had it."""
         until_s = time.monotonic() + PATIENCE_S
-        while not (arrived := self._times[ranks, self._sent]).all():
+        while not (arrived := self._times[:, self._sent]).all():
             if time.monotonic() > until_s:
                 raise TimeoutError(f"message {self._sent} did not come to all workers")
             if not all(worker.is_alive() for worker in self._workers):
@@ -245,25 +237,6 @@ class _Measurement:
         awake_percent = await percent()
         await self._way.pause(_SPUN_S)
         return {"awake_percent": awake_percent, "idle_percent": await percent()}
-
-    async def _stop(self) -> dict[str, float]:
-        """The others are the first ranks; the last one is stopped."""
-        others, stopped = slice(0, self._cell.workers - 1), self._workers[-1].pid
-        assert stopped is not None, "it was started"
-        late_us: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(_ROUNDS):
-            for is_stopped in late_us:
-                if is_stopped:
-                    os.kill(stopped, signal.SIGSTOP)
-                try:
-                    for _ in range(_STOPPED_STEPS):
-                        await self._way.pause(_GAP_S)
-                        began_ns = await self._send()
-                        late_us[is_stopped].append((self._settle(others) - began_ns) / 1e3)
-                finally:
-                    os.kill(stopped, signal.SIGCONT)
-                self._settle()
-        return {"stopped_ratio": statistics.median(late_us[True]) / statistics.median(late_us[False])}
 
 
 @contextlib.contextmanager

@@ -100,8 +100,6 @@ async def _carry_out(order: Order, url: str, pids: set[int]) -> Measurement:
         before_s = cpu_s_of(pids)
         shown = await requests.play(client)
         used_s = cpu_s_of(pids) - before_s
-    if shown.failures:
-        raise RuntimeError(f"requests failed: {shown.failures}")
     return Measurement(
         shown.requests_per_s, 1e3 * used_s / load.requests, 1e3 * (used_s - idle * shown.duration_s) / load.requests
     )

@@ -29,27 +29,20 @@ _PATHS: Mapping[Endpoint, str] = {"chat": "/v1/chat/completions", "embeddings": 
 _DATA = b"data:"  # each event of these servers is one such line
 _JSON = {"content-type": "application/json"}
 _KEEP_ALIVE_S = 2.0  # uvicorn closes what was idle for 5 s; a request sent at that very moment would fail
+_SHOWN = 200  # characters of an error
 _GET_TIMEOUT_S = 10.0  # it takes milliseconds
 _COUNTERS = ("slab_bytes", "copied_bytes", "media_decoded")
 _METRICS_PERIOD_S = 1.5  # frontends bring their counters up to date every second
 
 
-class RequestFailedError(Exception):
-    """A request had no whole answer; the text is the reason, and the same for all that failed alike."""
-
-
 @dataclasses.dataclass(slots=True)
 class Exchange:
-    """A request and what became of it, by ``time.perf_counter``: when it was due and its turn had come; when sending began;
-    when each event with text came; when the answer was whole, or the request had failed and why.
-    """
+    """A request and its answer, by ``time.perf_counter``: when its turn had come, each event with text, when it was whole."""
 
     began: float
-    sent: float = 0.0
     ended: float = 0.0
     token_times: array.array[float] = dataclasses.field(default_factory=lambda: array.array("d"))
     output_tokens: int = 0
-    failure: str | None = None
 
 
 class _Delta(msgspec.Struct):
@@ -64,23 +57,13 @@ class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
 
 
-class _Error(msgspec.Struct):
-    code: str | int | None = None
-    type: str | None = None
-
-    def __str__(self) -> str:
-        """What it says in a word; its message may repeat what was sent, and differs from request to request."""
-        word = self.type if self.code is None else self.code
-        return "" if word is None else f" {word}"
-
-
 class _Answer(msgspec.Struct):
     """Whatever the server sends: a chunk of a stream, embeddings, or an error."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
     data: list[msgspec.Raw] = []
-    error: _Error | None = None
+    error: Any = None
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)
@@ -144,23 +127,24 @@ class Client:
         return body
 
     async def exchange(self, body: bytes, began: float) -> Exchange:
-        """Sends a request, and returns when it has ended, however that is."""
-        exchange = Exchange(began, sent=time.perf_counter())
+        """Sends a request, and returns when its answer is whole; raises BenchError if it has none.
+
+        A load of which something failed is no measurement: others had less to share a server with.
+        """
+        exchange = Exchange(began)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                # Read in pieces: bytes of a megabyte would be handed to the socket at once, with nothing else served meanwhile.
-                async with self._session.post(self._url, data=io.BytesIO(body), headers=_JSON) as response:
-                    if response.status != 200:
-                        raise RequestFailedError(f"HTTP {response.status}{await _error_in(response)}")
-                    await self._answer(response, exchange)
-        except RequestFailedError as error:
-            exchange.failure = str(error)
+            # Read in pieces: bytes of a megabyte would be handed to the socket at once, with nothing else served meanwhile.
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._session.post(self._url, data=io.BytesIO(body), headers=_JSON) as response,
+            ):
+                if response.status != 200:
+                    raise BenchError(f"HTTP {response.status}: {(await response.text(errors='replace'))[:_SHOWN]}")
+                await self._answer(response, exchange)
         except TimeoutError:
-            exchange.failure = f"no whole answer within {self._timeout_s:g} s"
-        except (aiohttp.ClientError, ConnectionError) as error:
-            exchange.failure = f"connection: {type(error).__name__}"
-        except msgspec.DecodeError as error:
-            exchange.failure = f"not an answer of OpenAI's API: {type(error).__name__}"
+            raise BenchError(f"no whole answer within {self._timeout_s:g} s") from None
+        except (aiohttp.ClientError, ConnectionError, msgspec.DecodeError) as error:
+            raise BenchError(f"no whole answer: {type(error).__name__}: {error}") from error
         exchange.ended = time.perf_counter()
         return exchange
 
@@ -178,24 +162,17 @@ class Client:
                     continue
                 chunk = _ANSWER.decode(data)
                 if chunk.error is not None:
-                    raise RequestFailedError(f"in the stream{chunk.error}")
+                    raise BenchError(f"in the stream: {chunk.error}")
                 if chunk.choices and chunk.choices[0].delta is not None and chunk.choices[0].delta.content:
                     exchange.token_times.append(now)
                 if chunk.usage is not None and chunk.usage.completion_tokens:
                     exchange.output_tokens = chunk.usage.completion_tokens
         if not done:
-            raise RequestFailedError("the stream ended before [DONE]")
+            raise BenchError("the stream ended before [DONE]")
         if not exchange.token_times:
-            raise RequestFailedError("the stream had no tokens")
+            raise BenchError("the stream had no tokens")
         exchange.output_tokens = exchange.output_tokens or len(exchange.token_times)
 
     async def _embed(self, response: aiohttp.ClientResponse, exchange: Exchange) -> None:
         if not _ANSWER.decode(await response.read()).data:
-            raise RequestFailedError("the answer had no embeddings")
-
-
-async def _error_in(response: aiohttp.ClientResponse) -> _Error | str:
-    try:
-        return _ANSWER.decode(await response.read()).error or ""
-    except msgspec.DecodeError:
-        return ""  # not of OpenAI's form; the status says what there is to say
+            raise BenchError("the answer had no embeddings")

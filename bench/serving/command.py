@@ -15,7 +15,7 @@ from bench.command_line import benchmark, repeatable
 from bench.repetitions import Number, Timing
 from bench.results import Coverage, Findings, Verdict
 from bench.serving import run
-from bench.serving.load import WARM_UP_REQUESTS, Measurement, failures
+from bench.serving.load import WARM_UP_REQUESTS, Measurement
 from bench.serving.plan import PRESETS, Load
 from bench.serving.run import LOAD, Results
 from bench.targets import Target, ratios
@@ -27,14 +27,11 @@ _SPEED = "requests_per_s"
 
 
 def _cpu(part: str) -> Number:
-    return lambda run: 1e3 * run.cpu_s[part] / run.completed
+    return lambda run: 1e3 * run.cpu_s[part] / run.requests
 
 
 def _columns(first: str) -> Sequence[Column]:
     return (
-        Column(
-            "answered", lambda row: f"{sum(run.completed for run in row.runs):,} of {sum(run.requests for run in row.runs):,}"
-        ),
         columns.median("requests/s", _SPEED, 2),
         columns.spread("spread", _SPEED),
         columns.ratio(f"{first} is", first, _SPEED),
@@ -58,7 +55,6 @@ def report(preset: str, load: Load, results: Results) -> Findings:
         "requests/s, divided by those of the row in the same repetition.",
         f"Servers: {'; '.join(shlex.join(['shmring', 'serve', *server]) for server in PRESETS[preset].servers.values())}",
         *_counted(results),
-        *(note for name, runs in _loads(results).items() for note in failures(name, runs)),
         *_generator(results),
     ]
     return Findings(

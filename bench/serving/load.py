@@ -1,6 +1,6 @@
-"""Asks servers, so many requests at a time, whatever became of those before; and what that has shown.
+"""Asks servers, so many requests at a time; and what that has shown.
 
-Latencies are those of requests with a whole answer, in milliseconds, from when a request's turn had come, which is when the one
+Latencies are in milliseconds, from when a request's turn had come, which is when the one
 before it ended: what a caller waits for includes what the generator was late by. The words (TTFT, TPOT, E2E) are those of
 ``vllm bench serve``.
 """
@@ -8,17 +8,15 @@ before it ended: what a caller waits for includes what the generator was late by
 from __future__ import annotations
 
 import asyncio
-import collections
 import gc
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from bench.children import BenchError
 from bench.serving.client import Client, Exchange
 from bench.serving.plan import Load
 
@@ -35,7 +33,7 @@ class Requests(NamedTuple):
     parts: Sequence[msgspec.Raw]
 
     async def warm_up(self, client: Client) -> None:
-        """Sends a few requests that do not count. What fails there fails in the load, too, and is reported there."""
+        """Sends a few requests that do not count."""
         first = self.load.requests
         await ask_all(map(self.body, range(first, first + WARM_UP_REQUESTS)), [[client]] * _WARM_UP_CONCURRENCY)
 
@@ -73,7 +71,7 @@ async def play(bodies: Iterable[bytes], askers: Sequence[Sequence[Client]]) -> M
 
 
 async def ask_all(bodies: Iterable[bytes], askers: Sequence[Sequence[Client]]) -> list[Exchange]:
-    """Asks, as many at a time as there are askers, each by its clients in turn; returns what became of it, as it ended."""
+    """Asks, as many at a time as there are askers, each by its clients in turn; returns what came, as it came."""
     exchanges: list[Exchange] = []
     waiting, start = iter(bodies), time.perf_counter()
 
@@ -108,16 +106,12 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """One load on one server.
 
     Attributes:
-        completed: requests that had a whole answer; rates and latencies are theirs.
-        failures: the others, by reason.
         generator_cpu_s: of this process. Its loop is one thread: as many seconds as the load lasted would be all it can do.
         cpu_s: CPU seconds of the server's processes meanwhile, by part.
     """
 
     duration_s: float
     requests: int
-    completed: int
-    failures: dict[str, int]
     requests_per_s: float
     ttft: Latency | None
     tpot: Latency | None
@@ -127,27 +121,15 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(exchanges: Sequence[Exchange], start: float, generator_cpu_s: float) -> Measurement:
-    """Returns what a load has shown, whose requests have ended; raises BenchError if none of them was answered."""
-    whole = [exchange for exchange in exchanges if exchange.failure is None]
-    failures = collections.Counter(exchange.failure for exchange in exchanges if exchange.failure)
-    if not whole:
-        raise BenchError(f"no request was answered: {', '.join(failures)}")
-    chats = [exchange for exchange in whole if len(exchange.token_times)]
+    """Returns what a load has shown, whose requests were answered."""
+    chats = [exchange for exchange in exchanges if len(exchange.token_times)]
     duration_s = max(exchange.ended for exchange in exchanges) - start
     return Measurement(
         duration_s=duration_s,
         requests=len(exchanges),
-        completed=len(whole),
-        failures=dict(failures.most_common()),
-        requests_per_s=len(whole) / duration_s,
+        requests_per_s=len(exchanges) / duration_s,
         ttft=Latency.of([exchange.token_times[0] - exchange.began for exchange in chats]),
         tpot=Latency.of([(e.ended - e.token_times[0]) / (e.output_tokens - 1) for e in chats if e.output_tokens > 1]),
-        e2e=Latency.of([exchange.ended - exchange.began for exchange in whole]),
+        e2e=Latency.of([exchange.ended - exchange.began for exchange in exchanges]),
         generator_cpu_s=generator_cpu_s,
     )
-
-
-def failures(name: str, runs: Iterable[Measurement]) -> Iterator[str]:
-    """Yields a sentence for each reason for which requests have failed in runs of that name."""
-    for reason, count in sum((collections.Counter(run.failures) for run in runs), collections.Counter[str]()).items():
-        yield f"{name}: {count:,} requests failed, which are in no rate and no latency: {reason}"

@@ -18,7 +18,6 @@ from bench.columns import Column, compare
 from bench.repetitions import Measured, Number, Repetitions, Timing, percentile, ratio
 from bench.results import Coverage, Findings
 from bench.servers import wait_until_it_answers
-from bench.serving.load import failures
 from bench.targets import Numbers, Target, ratios
 from bench.vllm import load, workers
 from bench.vllm.load import LARGE, PARALLEL, WAYS, Case, Fleet, Measurement, Way, cpu_of, fleets
@@ -60,12 +59,6 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
         "the time that /health takes during the load, of all repetitions together, because one has too few for a 99th "
         "percentile. tensors: which way they went in the last repetition.",
         versions,
-        *(
-            note
-            for case, of_case in measured.items()
-            for way, runs in of_case.items()
-            for note in failures(f"{_name(case)}, {way}", runs)
-        ),
     ]
     verdicts = [target.judge(measured) for target in TARGETS]
     return Findings(mode="vllm", tables=tables, notes=notes, targets=verdicts, coverage=coverage)

@@ -171,7 +171,7 @@ async def _measure(case: Case, server: Server) -> Measurement:
     return Measurement(
         **msgspec.structs.asdict(found),
         lags_ms=lags_ms,
-        cpu_ms={kind: (after - cpu_s[kind]) * 1e3 / found.completed for kind, after in server.cpu_s_of(*_KINDS).items()},
+        cpu_ms={kind: (after - cpu_s[kind]) * 1e3 / found.requests for kind, after in server.cpu_s_of(*_KINDS).items()},
         tensors=dict(collections.Counter(server.tensors()) - tensors),
     )
 

@@ -48,13 +48,11 @@ def test_every_way_brings_each_message_to_all_workers(own: Program, subject: str
     assert (found.gathers_per_s is not None) is WAYS[subject].gathers
 
 
-def test_rest_and_a_stopped_worker_are_measured(own: Program) -> None:
-    found = own.order(Cell(OURS, 2, 4096, seconds=0.02, steps=3, rests=True, stops=True), Run)
+def test_rest_is_measured(own: Program) -> None:
+    found = own.order(Cell(OURS, 2, 4096, seconds=0.02, steps=3, rests=True), Run)
     assert found.awake_percent is not None
     assert found.idle_percent is not None
     assert 0 <= found.idle_percent < 100
-    assert found.stopped_ratio is not None
-    assert found.stopped_ratio > 0
 
 
 @pytest.mark.slow  # it starts a host and its workers twice
@@ -135,9 +133,7 @@ def test_in_place_is_compared_with_itself_either_way() -> None:
 
 
 def test_every_target_is_judged_by_what_it_speaks_of() -> None:
-    good = run(
-        10_000.0, last_us=50.0, engine_us=3.0, gathers_per_s=40_000.0, awake_percent=1.0, idle_percent=0.1, stopped_ratio=1.0
-    )
+    good = run(10_000.0, last_us=50.0, engine_us=3.0, gathers_per_s=40_000.0, awake_percent=1.0, idle_percent=0.1)
     measured = {
         (workers, nbytes): {
             OURS: [good], POLLING: [good], IN_PLACE: [good], QUEUE: [run(100.0, gathers_per_s=9_000.0)], ARENA: [run(100.0)],
@@ -147,7 +143,7 @@ def test_every_target_is_judged_by_what_it_speaks_of() -> None:
     }  # fmt: skip
     findings = report(measured, no_plan())
     assert {verdict.what: verdict.met for verdict in findings.targets if not verdict.met} == {}
-    bad = run(1.0, last_us=1e6, engine_us=1e3, gathers_per_s=1.0, awake_percent=136.0, idle_percent=2.0, stopped_ratio=1.2)
+    bad = run(1.0, last_us=1e6, engine_us=1e3, gathers_per_s=1.0, awake_percent=136.0, idle_percent=2.0)
     for found in measured.values():
         found |= {OURS: [bad], POLLING: [bad], IN_PLACE: [bad]}
     findings = report(measured, no_plan())
@@ -161,9 +157,8 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
 
 
 def test_only_the_central_case_is_looked_at_more_closely() -> None:
-    assert planned(OURS, CENTRAL, SMALL, 0.5).stops
+    assert planned(OURS, CENTRAL, SMALL, 0.5).rests
     assert planned(QUEUE, CENTRAL, SMALL, 0.5).rests
-    assert not planned(QUEUE, CENTRAL, SMALL, 0.5).stops
     assert planned(POLLING, 1, SMALL, 0.5).gathers
     assert not planned(IN_PLACE, 1, SMALL, 0.5).gathers
     assert not planned(OURS, CENTRAL, MIDDLE, 0.5).rests

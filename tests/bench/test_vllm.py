@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -25,8 +24,6 @@ def measurement(requests_per_s: float, engine_ms: float = 5.0, lags_ms: Sequence
     return Measurement(
         duration_s=1.0,
         requests=1,
-        completed=1,
-        failures={},
         requests_per_s=requests_per_s,
         ttft=Latency(1e3 / requests_per_s, 2e3 / requests_per_s),
         tpot=None,
@@ -80,15 +77,6 @@ def test_the_lag_is_that_of_all_repetitions() -> None:
     findings = report({new: measured}, Coverage.of([], {}), "")
     [lag] = [verdict for verdict in findings.targets if "lag" in verdict.what]
     assert (lag.met, lag.detail) == (True, "inline: 0.5")  # one long wait in three hundred is beyond the 99th percentile
-
-
-def test_requests_that_failed_are_told() -> None:
-    failed = msgspec.structs.replace(measurement(3), failures={"HTTP 400 400": 2})
-    findings = report({CASES[0]: {"shmring": [failed, failed]}}, Coverage([], []), "vllm 0.32")
-    told = (
-        "43 MB, 2 API servers: jpeg, 8 at a time, shmring: 4 requests failed, which are in no rate and no latency: HTTP 400 400"
-    )
-    assert findings.notes[2:] == ["vllm 0.32", told]
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
