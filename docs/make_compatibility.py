@@ -478,7 +478,11 @@ FIELDS = {
             "vllm_xargs": '{"a": 1}',
         },
         named={},
-        notes=_SPEECH_NOTES | {"timestamp_granularities[]": "of `verbose_json`; `word` is refused"},
+        notes=_SPEECH_NOTES
+        | {
+            "timestamp_granularities[]": "of `verbose_json`; `word` with `--executor transformers`, if the model names its "
+            "`alignment_heads`"
+        },
         beside={"timestamp_granularities[]": {"response_format": "verbose_json"}, "stream_include_usage": {"stream": "true"}},
     ),
     "POST /v1/audio/translations": Fields(

@@ -41,6 +41,7 @@ __all__ = [
     "Spectrogram",
     "SpeechParams",
     "SpeechSegment",
+    "SpeechWord",
     "StructuredOutputsParams",
     "Text",
     "TextPart",
@@ -212,6 +213,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
         template_options: whether :attr:`GenerateRequest.template_options` have an effect.
         reasoning_effort: whether ``reasoning_effort`` is one of them.
         strict_tools: whether :attr:`GenerateRequest.strict_tools` has one.
+        word_times: whether it can say when each word of a recording is said.
         capabilities: what else of a request has an effect that not every executor gives it: of :data:`CAPABILITIES`.
         synthetic: whether its answers are made up, for load tests. A program that shows them must say so.
         pauses: whether a request that was begun need not be part of each step: others may have their turn.
@@ -230,6 +232,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
     template_options: bool = False
     reasoning_effort: bool = False
     strict_tools: bool = False
+    word_times: bool = False
     capabilities: list[str] = []
 
 
@@ -411,10 +414,20 @@ class SpeechParams(msgspec.Struct, omit_defaults=True):
     Attributes:
         task: ``"transcribe"``, what is said in it; ``"translate"``, the same in English.
         language: that is spoken, as ISO 639-1 has it (``"en"``), or in English; None: it is found out.
+        words: whether segments say when each word is said.
     """
 
     task: Literal["transcribe", "translate"] = "transcribe"
     language: str | None = None
+    words: bool = False
+
+
+class SpeechWord(msgspec.Struct):
+    """A word, and when it is said, in seconds from the beginning of the recording."""
+
+    text: str
+    start_s: float
+    end_s: float
 
 
 class SpeechSegment(msgspec.Struct):
@@ -427,6 +440,7 @@ class SpeechSegment(msgspec.Struct):
         window_s: where the part of the recording begins that the model heard for it.
         avg_logprob: of its tokens, on average.
         no_speech_prob: how likely it is that nobody speaks there.
+        words: of the text, if they are wanted.
     """
 
     start_s: float
@@ -436,6 +450,7 @@ class SpeechSegment(msgspec.Struct):
     window_s: float
     avg_logprob: float
     no_speech_prob: float
+    words: list[SpeechWord] = []
 
 
 class GenerateRequest(msgspec.Struct, tag="generate"):

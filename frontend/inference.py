@@ -318,6 +318,9 @@ class Inference:
         description = await self._description(request.model, task, admitted)
         self._check_priority(request.priority)
         generate_request, sources = speech_request(request, task, file)
+        if generate_request.speech is not None and generate_request.speech.words and not description.word_times:
+            text = f"the model {description.model!r} does not say when words are said: timestamp_granularities can be segment"
+            raise ApiError(400, text, code="unsupported_value", param="timestamp_granularities")
         del file  # the source has it, until it is taken in
         return await self._begin([generate_request], sources, "file", description, admitted, request_id, stream=stream)
 

@@ -7,7 +7,9 @@ waiting.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +21,8 @@ from shmring.engine.executors.failures import report
 from shmring.engine.executors.interface import ExecutorOptions, StepInput, StepOutput, priced
 from shmring.engine.executors.speech_windows import SpeechModel, Transcript, Window
 from shmring.engine.executors.transformers import TransformersExecutor, parse_options
-from shmring.engine.protocol import ModelDescription
+from shmring.engine.executors.word_times import Alignment, Queries
+from shmring.engine.protocol import EncodeRequest, GenerateRequest, ModelDescription
 
 __all__ = ["SpeechExecutor", "executor_for"]
 
@@ -39,11 +42,13 @@ class _Heard:
         encoded: what the encoder made of it.
         cache: keys and values of the tokens that were read.
         read: how many those are.
+        queries: of these tokens, if it is to be said when words are said.
     """
 
     encoded: Any
     cache: Any
     read: int = 0
+    queries: Queries = dataclasses.field(default_factory=dict)
 
 
 class SpeechExecutor:
@@ -75,6 +80,9 @@ class SpeechExecutor:
             self._checkpoint.eos_token_ids,
             self._checkpoint.max_model_len,
         )
+        heads = getattr(self._model.generation_config, "alignment_heads", None)
+        self._alignment = Alignment(self._model, heads) if heads else None
+        self._moment_s = float(self._extractor.chunk_length) / self._model.config.max_source_positions
         self._processors = importlib.import_module("transformers.generation.logits_process")
         self._caches = importlib.import_module("transformers.cache_utils")
         self._transcripts: dict[int, Transcript] = {}
@@ -82,7 +90,7 @@ class SpeechExecutor:
 
     def describe(self) -> ModelDescription:
         """Says what it does."""
-        return self._speech.describe("transformers", self._max_num_seqs, pauses=True)
+        return self._speech.describe("transformers", self._max_num_seqs, pauses=True, word_times=self._alignment is not None)
 
     def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
         """Executes a step: of each request the next token, or the beginning of its next window."""
@@ -91,7 +99,7 @@ class SpeechExecutor:
             began = time.perf_counter()
             try:
                 if part.payload is not None:
-                    self._transcripts[part.request_id] = self._speech.begin(part.payload)
+                    self._transcripts[part.request_id] = self._begin(part.payload)
                 output = self._advance(part.request_id, self._transcripts[part.request_id])
                 outputs.append(priced(output, time.perf_counter() - began))
             except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
@@ -111,14 +119,31 @@ class SpeechExecutor:
         self._transcripts.clear()
         self._heard.clear()
 
+    def _begin(self, request: EncodeRequest | GenerateRequest) -> Transcript:
+        transcript = self._speech.begin(request)
+        if transcript.params.words and self._alignment is None:
+            raise ValueError(f"the model {self._checkpoint.name!r} does not say when words are said (alignment_heads)")
+        return transcript
+
     def _advance(self, request_id: int, transcript: Transcript) -> StepOutput:
         """Goes on by a token, or to the next window."""
         window = transcript.window
         if window is None:
             self._heard[request_id] = self._open(transcript)
             return _GOES_ON
-        token, logprob = self._next_token(transcript, window, self._heard[request_id])
-        return self._speech.take(transcript, token, logprob)
+        heard = self._heard[request_id]
+        token, logprob = self._next_token(transcript, window, heard)
+        return self._speech.take(transcript, token, logprob, functools.partial(self._time_tokens, heard))
+
+    @torch.inference_mode()
+    def _time_tokens(self, heard: _Heard, window: Window) -> list[float]:
+        """Returns when the tokens of a window's text begin, and when the last one ends."""
+        assert self._alignment is not None, "a request without it is refused"
+        num_moments = math.ceil(window.length_s / self._moment_s)
+        # The first token is chosen after the last one that stands before the text; the end, after the last one of the text.
+        moments = self._alignment.moments(heard.queries, heard.cache, window.begin - 1, num_moments)
+        times_s = [float(moment) * self._moment_s for moment in moments]
+        return times_s + [window.length_s] * (len(window.tokens) - window.begin + 1 - len(times_s))
 
     @torch.inference_mode()
     def _open(self, transcript: Transcript) -> _Heard:
@@ -144,6 +169,8 @@ class SpeechExecutor:
         output = self._model(
             decoder_input_ids=unread, encoder_outputs=heard.encoded, past_key_values=heard.cache, use_cache=True
         )
+        if transcript.params.words and self._alignment is not None:
+            self._alignment.keep(heard.queries)
         logits = output.logits[0].float().cpu()
         if heard.read == 0:
             at_begin = logits[window.tokens.index(self._speech.begin_of_text)].softmax(0)

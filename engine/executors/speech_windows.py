@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -31,10 +31,14 @@ from shmring.engine.protocol import (
     ModelDescription,
     SpeechParams,
     SpeechSegment,
+    SpeechWord,
     Waveform,
 )
 
-__all__ = ["SpeechModel", "Transcript", "Window", "load_generation_config"]
+__all__ = ["SpeechModel", "TimeTokens", "Transcript", "Window", "load_generation_config"]
+
+#: Returns when the tokens of a window's text begin, in seconds from the window's beginning, and when the last one ends.
+TimeTokens: TypeAlias = "Callable[[Window], Sequence[float]]"
 
 _TIMESTAMP_S = 0.02  # from one mark of time to the next
 _SILENCE = 0.6  # of a window: how likely it is that nobody speaks, from which on its text must be likely
@@ -71,6 +75,7 @@ class Window:
         no_speech: how likely it is that nobody speaks.
         written: up to which token segments were made of the text.
         segments: those that were not given out yet.
+        places: where their tokens begin in the text.
         end_s: of the last one, from the window's beginning.
     """
 
@@ -82,6 +87,7 @@ class Window:
     no_speech: float = 0.0
     written: int = 0
     segments: list[SpeechSegment] = dataclasses.field(default_factory=list)
+    places: list[int] = dataclasses.field(default_factory=list)
     end_s: float = 0.0
 
 
@@ -155,8 +161,9 @@ class SpeechModel:
         names = importlib.import_module("transformers.models.whisper.tokenization_whisper")
         self._language_names: Mapping[str, str] = names.LANGUAGES
         self._language_codes: Mapping[str, str] = names.TO_LANGUAGE_CODE
+        self._into_words = names._combine_tokens_into_words
 
-    def describe(self, executor: str, max_batch_size: int, *, pauses: bool) -> ModelDescription:
+    def describe(self, executor: str, max_batch_size: int, *, pauses: bool, word_times: bool = False) -> ModelDescription:
         """Says what it does, for an executor."""
         return ModelDescription(
             executor=executor,
@@ -165,6 +172,7 @@ class SpeechModel:
             input=InputSpec(sound=SoundSpec("waveform", self.sample_rate)),
             max_batch_size=max_batch_size,
             pauses=pauses,
+            word_times=word_times,
         )
 
     # -- a request ---------------------------------------------------------------------------------------------------------
@@ -240,13 +248,14 @@ class SpeechModel:
         language = [] if transcript.language is None else [self.languages[transcript.language]]
         return language + ([self.tasks[transcript.params.task]] if self.tasks else [])
 
-    def take(self, transcript: Transcript, token: int, logprob: float) -> StepOutput:
+    def take(self, transcript: Transcript, token: int, logprob: float, time_tokens: TimeTokens | None = None) -> StepOutput:
         """Takes the next token of the window.
 
         Args:
             transcript: has a window. When it has none any more, the window has ended.
             token: that was chosen.
             logprob: how likely it was.
+            time_tokens: of an executor that can say when words are said; it is called when the window has ended.
 
         Returns:
             What is new.
@@ -263,8 +272,10 @@ class SpeechModel:
         is_last = is_last or room <= 1 or len(window.tokens) - window.begin >= self._max_model_len // 2
         if is_last:
             self._leave(transcript, window)
-        if not is_last and window.no_speech > _SILENCE:
+        if not is_last and (window.no_speech > _SILENCE or transcript.params.words):
             return _GOES_ON
+        if transcript.params.words and time_tokens is not None and window.segments:
+            self._add_words(transcript, window, time_tokens(window))
         segments, window.segments = window.segments, []
         finished = is_last and transcript.next_s * self.sample_rate >= len(transcript.samples)
         if not segments and not finished:
@@ -297,6 +308,7 @@ class SpeechModel:
         transcript.next_s = window.start_s + (mark_s if goes_on else window.length_s)
         if window.no_speech > _SILENCE and sum(window.logprobs) / len(window.logprobs) < _LEAST_LOGPROB:
             window.segments.clear()
+            window.places.clear()
         transcript.window = None
 
     def _add_segment(self, window: Window, text: Sequence[int], end_s: float) -> None:
@@ -312,10 +324,28 @@ class SpeechModel:
             avg_logprob=sum(logprobs) / len(logprobs),
             no_speech_prob=window.no_speech,
         )
-        window.written += len(text)
-        window.end_s = end_s
         if said.strip():
             window.segments.append(segment)
+            window.places.append(window.written)
+        window.written += len(text)
+        window.end_s = end_s
+
+    def _add_words(self, transcript: Transcript, window: Window, times_s: Sequence[float]) -> None:
+        """Says when each word of the segments is said."""
+        language = self._language_names.get((transcript.language or "<|en|>")[2:-2])
+        for segment, place in zip(window.segments, window.places, strict=True):
+            places = [place + number for number, token in enumerate(segment.tokens) if token < self._first_mark]
+            tokens = [token for token in segment.tokens if token < self._first_mark]
+            words, _, numbers = self._into_words(self._tokenizer, tokens, language)
+            segment.words = [
+                SpeechWord(
+                    word.strip(),
+                    window.start_s + min(times_s[places[of_word[0]]], window.length_s),
+                    window.start_s + min(times_s[places[of_word[-1]] + 1], window.length_s),
+                )
+                for word, of_word in zip(words, numbers, strict=True)
+                if of_word and word.strip()
+            ]
 
     def _seconds_of(self, mark: int) -> float:
         return (mark - self._first_mark) * _TIMESTAMP_S

@@ -151,7 +151,10 @@ class VllmSpeechExecutor:
         if request is None:
             if part.payload is None:
                 raise RuntimeError(f"request {part.request_id} goes on, and was not begun")
-            request = self._requests[part.request_id] = _Request(self._speech.begin(part.payload), part.payload.owner)
+            transcript = self._speech.begin(part.payload)
+            if transcript.params.words:
+                raise ValueError("vLLM does not say when words are said")
+            request = self._requests[part.request_id] = _Request(transcript, part.payload.owner)
         if request.name is None:
             if part.request_id not in self._preparing:
                 prompt = self._begin_window(request)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from shmring.engine.protocol import GenerateReply, GenerateRequest, SamplingParams, SpeechParams, SpeechSegment
+from shmring.engine.protocol import GenerateReply, GenerateRequest, SamplingParams, SpeechParams, SpeechSegment, SpeechWord
 from shmring.frontend.errors import ApiError
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.forms import Form, names_of
@@ -72,7 +72,7 @@ class TranscriptionRequest(TranslationRequest, kw_only=True):
 
     language: Annotated[str | None, Meta(description="As ISO 639-1 has it, such as `en`. Without it, it is found out.")] = None
     timestamp_granularities: Annotated[
-        list[Literal["segment", "word"]] | None, Meta(description="Of `verbose_json`. Words have no times here.")
+        list[Literal["segment", "word"]] | None, Meta(description="Of `verbose_json`, which has segments by default.")
     ] = None
     include: Annotated[Any, only([])] = None
     chunking_strategy: Annotated[Any, only("auto")] = None
@@ -125,14 +125,23 @@ class Segment(msgspec.Struct):
     no_speech_prob: float
 
 
-class VerboseTranscription(msgspec.Struct):
-    """The answer to a recording, with `response_format` `verbose_json`."""
+class Word(msgspec.Struct):
+    """A word, and when it is said, in seconds."""
+
+    word: str
+    start: float
+    end: float
+
+
+class VerboseTranscription(msgspec.Struct, kw_only=True):
+    """The answer to a recording, with `response_format` `verbose_json`: what `timestamp_granularities` ask for."""
 
     task: SpeechTask
     language: str
     duration: float
     text: str
-    segments: list[Segment]
+    segments: list[Segment] | UnsetType = UNSET
+    words: list[Word] | UnsetType = UNSET
     usage: SpeechUsage
 
 
@@ -181,11 +190,7 @@ def read_form(form: Form, task: SpeechTask) -> tuple[TranslationRequest, list[st
 
 
 def _check_format(request: TranslationRequest) -> None:
-    granularities = request.timestamp_granularities if isinstance(request, TranscriptionRequest) else None
-    if granularities and "word" in granularities:
-        text = "words have no times on this server; it can be segment, or left out"
-        raise ApiError(400, text, code="unsupported_value", param="timestamp_granularities")
-    if granularities and request.response_format != "verbose_json":
+    if _granularities(request) and request.response_format != "verbose_json":
         text = "timestamp_granularities are for the response_format verbose_json"
         raise ApiError(400, text, code="invalid_value", param="timestamp_granularities")
     if request.stream and request.response_format not in (None, "json", "text"):
@@ -193,11 +198,15 @@ def _check_format(request: TranslationRequest) -> None:
         raise ApiError(400, text, code="unsupported_value", param="response_format")
 
 
+def _granularities(request: TranslationRequest) -> Sequence[str]:
+    return (request.timestamp_granularities if isinstance(request, TranscriptionRequest) else None) or ()
+
+
 def speech_request(request: TranslationRequest, task: SpeechTask, file: bytes) -> tuple[GenerateRequest, list[MediaSource]]:
     """Returns the request for the engine, and its recording."""
     language = request.language if isinstance(request, TranscriptionRequest) else None
     sampling = SamplingParams(temperature=request.temperature or 0.0, seed=request.seed)
-    speech = SpeechParams(task, language)
+    speech = SpeechParams(task, language, "word" in _granularities(request))
     generate_request = GenerateRequest(
         sampling=sampling, priority=request.priority or 0, prompt=request.prompt or None, speech=speech
     )
@@ -229,12 +238,14 @@ def whole_answer(
             cues = "".join(f"{_time(item.start_s, '.')} --> {_time(item.end_s, '.')}\n{_line(item)}\n\n" for item in segments)
             return f"WEBVTT\n\n{cues}"
         case "verbose_json":
+            wanted = set(_granularities(request))
             return VerboseTranscription(
                 task=task,
                 language=next((piece.language for piece in pieces if piece.language), ""),
                 duration=round(sound_s, 3),
                 text=text,
-                segments=[_segment(number, segment, request.temperature or 0.0) for number, segment in enumerate(segments)],
+                segments=_segments(segments, request.temperature or 0.0) if wanted != {"word"} else UNSET,
+                words=[_word(word) for segment in segments for word in segment.words] if "word" in wanted else UNSET,
                 usage=_usage(sound_s),
             )
     return Transcription(text, _usage(sound_s))
@@ -248,6 +259,14 @@ def done_event(text: str, last: GenerateReply) -> SpeechEvent:
 
 def _usage(sound_s: float) -> SpeechUsage:
     return SpeechUsage(math.ceil(sound_s))
+
+
+def _segments(segments: Sequence[SpeechSegment], temperature: float) -> list[Segment]:
+    return [_segment(number, segment, temperature) for number, segment in enumerate(segments)]
+
+
+def _word(word: SpeechWord) -> Word:
+    return Word(word.text, round(word.start_s, 3), round(word.end_s, 3))
 
 
 def _segment(number: int, segment: SpeechSegment, temperature: float) -> Segment:

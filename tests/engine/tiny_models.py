@@ -331,6 +331,7 @@ def _write_whisper(path: Path, _: bool) -> None:
         max_initial_timestamp_index=50,
         suppress_tokens=[ids(name) for name in [*special, "<|nospeech|>"]],
         return_timestamps=False,
+        alignment_heads=[[0, 1], [1, 0]],
     )
     processor = transformers.WhisperProcessor(transformers.WhisperFeatureExtractor(), tokenizer)
     processor.save_pretrained(path)

@@ -28,6 +28,7 @@ from shmring.engine.protocol import (
     SoundSpec,
     SpeechParams,
     SpeechSegment,
+    SpeechWord,
     Waveform,
 )
 from tests.tables import for_each
@@ -172,6 +173,30 @@ async def test_the_engine_gets_the_recording_and_what_is_wanted(open_engine: Any
     assert np.abs(samples - SOUND).max() < 1e-4
 
 
+async def test_words_have_times_where_the_model_says_them(open_engine: Any, open_app: OpenApp) -> None:
+    wanted = []
+
+    async def say_words(claim: shmring.Claim) -> None:
+        wanted.append(claim.payload.speech.words)
+        said = segment(0.02, 0.7, " It rains.")
+        said.words = [SpeechWord("It", 0.02, 0.3), SpeechWord("rains.", 0.3333333, 0.7)] if wanted[-1] else []
+        await claim.reply(GenerateReply(" It rains.", [1, 2], 0, 3, "stop", segments=[said], language="english"))
+
+    http = await open_app(await open_engine(say_words, msgspec.structs.replace(HEARING, word_times=True)))
+    del http.headers["content-type"]
+    words = [{"word": "It", "start": 0.02, "end": 0.3}, {"word": "rains.", "start": 0.333, "end": 0.7}]
+    for granularities, has_words, has_segments in (
+        (["word"], True, False),
+        (["segment", "word"], True, True),
+        ([], False, True),
+    ):
+        answer = (await post(http, response_format="verbose_json", **{"timestamp_granularities[]": granularities})).json()
+        TranscriptionVerbose.model_validate(answer)
+        assert answer.get("words") == (words if has_words else None)
+        assert ("segments" in answer) == has_segments
+    assert wanted == [True, True, False]
+
+
 @for_each(
     ("path", "fields", "param", "code"),
     [
@@ -186,7 +211,13 @@ async def test_the_engine_gets_the_recording_and_what_is_wanted(open_engine: Any
         (TRANSCRIPTIONS, {"temperature": ["0", "1"]}, "temperature", "invalid_value"),
         (TRANSCRIPTIONS, {"stream": "maybe"}, "stream", "invalid_value"),
         (TRANSCRIPTIONS, {"stream": "true", "response_format": "srt"}, "response_format", "unsupported_value"),
-        (TRANSCRIPTIONS, {"timestamp_granularities[]": "word"}, "timestamp_granularities", "unsupported_value"),
+        (
+            TRANSCRIPTIONS,
+            {"timestamp_granularities[]": "word", "response_format": "verbose_json"},
+            "timestamp_granularities",
+            "unsupported_value",
+        ),
+        (TRANSCRIPTIONS, {"timestamp_granularities[]": "word"}, "timestamp_granularities", "invalid_value"),
         (TRANSCRIPTIONS, {"timestamp_granularities[]": "segment"}, "timestamp_granularities", "invalid_value"),
         (TRANSCRIPTIONS, {"include[]": "logprobs"}, "include", "unsupported_value"),
         (TRANSCRIPTIONS, {"top_p": "0.5"}, "top_p", "unsupported_value"),

@@ -54,7 +54,9 @@ def main() -> None:
         ],
         "refused": [
             f"{type(error).__name__}: {error}"
-            for error in hear(executor, [ask(language="xx"), GenerateRequest(prompt="a"), EncodeRequest([Text("a")])])
+            for error in hear(
+                executor, [ask(language="xx"), GenerateRequest(prompt="a"), EncodeRequest([Text("a")]), ask(words=True)]
+            )
         ],
         "forgotten": forget(executor),
     }

@@ -48,7 +48,8 @@ def test_chance_is_repeatable(seen: dict[str, Any]) -> None:
 
 
 def test_what_it_does_not_do_is_refused(seen: dict[str, Any]) -> None:
-    language, chat, encoding = seen["refused"]
+    language, chat, encoding, words = seen["refused"]
+    assert words == "ValueError: vLLM does not say when words are said"
     assert language == "ValueError: the model 'tiny-whisper' does not know the language 'xx'"
     assert "ValueError: the model 'tiny-whisper' writes down what is said in a recording, and nothing else" == chat == encoding
 
