@@ -4,7 +4,8 @@
 :class:`Order` with a :class:`Measurement`.
 
 The plain actor is what is written without shmring. Ray pickles a torch tensor that is an argument, and passes a numpy array on
-in its object store; so both are measured.
+in its object store; so both are measured. So are torch tensors of a caller in whose environment
+``RAY_ENABLE_ZERO_COPY_TORCH_TENSORS`` is set: Ray makes numpy arrays of these.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ STORE_NBYTES = 3 << 29  # of each node: from 1 GB on, Ray's times are steady
 _SLAB_NBYTES = 1 << 29
 _MOST_CALLS = 1000
 _ENGINE = "bench"
+_ZERO_COPY = {"env_vars": {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}}
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -106,6 +108,8 @@ class Caller:
     async def torch(self, tensor: Any) -> Any:
         return await self._echo.remote(tensor)
 
+    torch_zero_copy = torch  # of another caller
+
     async def connecting(self, tensor: Any) -> float:
         from shmring.integrations.ray import connect
 
@@ -150,11 +154,16 @@ class Nodes:
         self._engine = EngineActor.options(resources={"same": 1}, num_cpus=0).remote(_ENGINE, handler, slab_nbytes=_SLAB_NBYTES)
         self._plain = ray.remote(Plain).options(**on["same"]).remote()
         self._callers = {place: ray.remote(Caller).options(**options).remote(self._plain) for place, options in on.items()}
+        self._others = {
+            place: ray.remote(Caller).options(**options, runtime_env=_ZERO_COPY).remote(self._plain)
+            for place, options in on.items()
+        }
         near = ray.get([caller.connect.remote() for caller in self._callers.values()])
         assert near == [True, False], near
 
     def carry_out(self, order: Order) -> Measurement:
-        asking = self._callers[order.place].ask
+        callers = self._others if order.way == "torch zero copy" else self._callers
+        asking = callers[order.place].ask
         what = order.way, order.nbytes, order.window
         self._get(asking.remote(*what, order.warm_up_s))
         pids = family_of(self._cluster)

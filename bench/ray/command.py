@@ -17,8 +17,12 @@ from bench.results import Coverage, Findings, format_nbytes
 from bench.targets import Target, medians, ratios
 
 _COPY, _IN_PLACE, _NUMPY, _TORCH, _CONNECTING = "shmring", "in place", "numpy", "torch", "connecting"
+_ZERO_COPY = "torch zero copy"
 #: By the caller's node. A far client writes into memory of its own, so there is no second way.
-WAYS: Mapping[str, tuple[str, ...]] = {"same": (_COPY, _IN_PLACE, _NUMPY, _TORCH), "other": (_COPY, _NUMPY, _TORCH)}
+WAYS: Mapping[str, tuple[str, ...]] = {
+    "same": (_COPY, _IN_PLACE, _NUMPY, _TORCH, _ZERO_COPY),
+    "other": (_COPY, _NUMPY, _TORCH, _ZERO_COPY),
+}
 
 _SIZES: tuple[int, ...] = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
 _WINDOW, _MOST_NBYTES = 16, 192 << 20  # in flight; pickled tensors are copied several times
@@ -139,8 +143,8 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
         f"A Ray cluster of two nodes on this machine, with object stores of {format_nbytes(STORE_NBYTES)}. An engine and a "
         "plain async actor run on one of them. A caller on each node asks both, with the same tensor. shmring: a tensor of the "
         "caller's, copied once. in place: a slot of the slab, of which one number is written. numpy, torch: the actor is "
-        "called with a numpy array, which Ray does not pickle, or with the tensor. Handler and actor read one number, and "
-        "answer with it.",
+        "called with a numpy array, which Ray does not pickle, or with the tensor. torch zero copy: with the tensor, by a "
+        "caller with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1. Handler and actor read one number, and answer with it.",
         "All of it runs at the same time, and the ways are measured in turn, in alternating order. Medians of the repetitions. "
         "CPU is that of all processes of the cluster, for each request: raylets, the head's, and all workers. shmring is, in "
         "place is: requests/s, divided by those of the row in the same repetition; its CPU likewise.",
