@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import gc
 import os
+import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -754,9 +756,12 @@ def test_an_interrupted_stream_is_aborted(ring: threads.Ring, client: threads.Cl
 
 
 def test_an_interrupted_connect_leaves_no_thread(connect: Any, socket_dir: Path) -> None:
-    with interrupted(thread_names):
-        connect("nobody", connect_timeout_s=60)
-    eventually(lambda: not thread_names())
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(socket_dir / "mute.sock"))
+        mute.listen()
+        with interrupted(lambda: select.select([mute], [], [], 0)[0]):  # the thread waits for the welcome
+            connect("mute", connect_timeout_s=60)
+        eventually(lambda: not thread_names())
 
 
 def test_an_interrupted_wait_for_space_passes_its_turn_on(ring: threads.Ring, connect: Any) -> None:
