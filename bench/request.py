@@ -7,11 +7,11 @@ requests that one connection would have carried in one write and one read take a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 from bench import columns
 from bench.columns import compare
-from bench.command_line import benchmark
+from bench.command_line import benchmark, repeatable
 from bench.groups import Groups
 from bench.messages import Measurement
 from bench.peers import BASELINE, REQUEST_PEERS, SEVERAL_CLIENTS
@@ -76,11 +76,13 @@ def report(measured: Measured, coverage: Coverage, timing: Timing) -> Findings:
 
 
 @benchmark("request", Timing(5, 0.3, 0.25))
-def request_command(timing: Timing) -> Generator[Findings, None, None]:
+@repeatable("--case", "titles", [case.title for case in CASES], "Requests of a size, so many in flight")
+def request_command(timing: Timing, titles: Sequence[str]) -> Generator[Findings, None, None]:
     """Requests with a payload, each with its reply, many in flight; all of them checked."""
-    runs = Repetitions[Case, Measurement](CASES, timing.repetitions)
+    cases = {case: names for case, names in CASES.items() if not titles or case.title in titles}
+    runs = Repetitions[Case, Measurement](cases, timing.repetitions)
     with Groups(_PEERS, timing) as groups:
-        for case in CASES:
+        for case in cases:
             groups.prepare(runs, [case])
             runs.measure([case], groups.run, _TITLES)
             yield report(runs.measured, runs.coverage(), timing)

@@ -249,9 +249,20 @@ def test_the_command_measures_reports_and_says_what_is_missing(tmp_path: Path, m
     monkeypatch.setattr(type(REQUEST_PEERS["pyzmq"]), "requires", "shmring-absent")
     path = tmp_path / "results.json"
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this process goes on after the command
-    cases = {Case(nbytes, reply_nbytes=64): ["shmring", "pyzmq"] for nbytes in (4096, 65536)}
+    cases = {Case(nbytes, reply_nbytes=64): ["shmring", "pyzmq"] for nbytes in (4096, 65536, 1 << 20)}
     monkeypatch.setattr(request, "CASES", cases)
-    options = ["--repetitions", "2", "--seconds", "0.05", "--json", str(path)]
+    options = [
+        "--case",
+        "4 KB, 16 in flight of 1 client",
+        "--case",
+        "64 KB, 16 in flight of 1 client",
+        "--repetitions",
+        "2",
+        "--seconds",
+        "0.05",
+        "--json",
+        str(path),
+    ]
     result = CliRunner().invoke(request.request_command, options)
     assert result.exit_code in (0, 1), result.output
     assert "64 KB, 16 in flight of 1 client, shmring, client.request, repetition 2 of 2" in result.stderr
