@@ -1,6 +1,6 @@
 """Tables of what was measured: a row for each subject in a case, and columns of numbers.
 
-A cell stays empty where its number was not measured.
+A cell stays empty where its number was not measured. :data:`READING` is shown with all tables.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ from typing import Any, NamedTuple
 from bench import repetitions
 from bench.repetitions import Measured, Number, measured_values, title_of
 from bench.results import Table
+
+READING = (
+    "How to read the tables: numbers are medians of repetitions, in each of which all ways are measured in turn, in\n"
+    "alternating order. spread, or least and most: of the repetitions, compared with the median. A ratio (shmring is: 2 x) is\n"
+    "taken within each repetition: of the first way's number to that of the row. CPU is the user and system time of all threads."
+)
 
 
 class Row(NamedTuple):

@@ -18,6 +18,7 @@ import msgspec
 from rich.console import Console
 
 from bench.children import BenchError, on_uvloop
+from bench.columns import READING
 from bench.machine import ROOT, Machine
 from bench.repetitions import Timing
 from bench.results import Coverage, Findings, Table, format_nbytes, write_json
@@ -158,6 +159,7 @@ def show(findings: Findings) -> None:
     stdout = console()
     for table in findings.tables:
         stdout.print(table.rich())
+    stdout.print(READING, highlight=False)
     for note in findings.notes:
         stdout.print(note, highlight=False)
     if findings.targets:

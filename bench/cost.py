@@ -126,8 +126,8 @@ def measure(cases: Sequence[Case], timing: Timing) -> Findings:
         mode="cost",
         tables=[compare("cost of both ends in one process", ("what", "of"), runs.measured, _COLUMNS)],
         notes=[
-            f"Medians of {timing.repetitions} interleaved repetitions. Messages are sent for {timing.timed_s:g} s, "
-            f"{_WINDOW} in flight. Nothing is stamped."
+            f"{timing.repetitions} repetitions, in which messages are sent for {timing.timed_s:g} s, {_WINDOW} in flight. "
+            "Nothing is stamped."
         ],
         targets=[target.judge(runs.measured) for target in targets],
         coverage=runs.coverage(),

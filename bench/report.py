@@ -17,6 +17,7 @@ import click
 import msgspec
 
 from bench import plots
+from bench.columns import READING
 from bench.command_line import gaps_table
 from bench.machine import ROOT, Machine
 from bench.results import Findings, Table, Verdict, format_nbytes
@@ -174,6 +175,7 @@ def _parts(page: _Page, stored: _Results, of_page: _Results, budget: Budget) -> 
         yield page.head
     if page is _PAGES[0]:
         yield from budget.parts()
+        yield f"{READING}\n"
         yield "## What was measured\n"
         yield _summary(stored)
         yield runs_table(stored).markdown()

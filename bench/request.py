@@ -59,11 +59,9 @@ TARGETS = (
 
 def report(measured: Measured, coverage: Coverage, timing: Timing) -> Findings:
     notes = [
-        f"Every request and every reply is checked. Medians of interleaved repetitions of {timing.timed_s:g} s. engine, "
-        "client: microseconds of CPU of the whole process for each request, with copies and the benchmark's own checks. "
-        "spread: the slowest and the fastest, compared with the median. shmring is: shmring's requests/s, divided by those "
-        "of the row in the same repetition. Round trips begin before the request is handed over and end when its reply is "
-        "there: medians of each repetition's percentiles.",
+        f"Every request and every reply is checked. Repetitions of {timing.timed_s:g} s. engine, client: microseconds of CPU "
+        "for each request, with copies and the benchmark's own checks. Round trips begin before the request is handed over and "
+        "end when its reply is there: medians of each repetition's percentiles.",
         *(f"{peer.requires} {peer.version()}" for peer in REQUEST_PEERS.values() if peer.version() is not None),
     ]
     return Findings(

@@ -131,7 +131,7 @@ _COLUMNS = (
 
 def report(measured: Measured, coverage: Coverage) -> Findings:
     notes = [
-        "One message every 2 ms: the time until the last worker has it, and its CPU. Medians of interleaved repetitions.",
+        "One message every 2 ms: the time until the last worker has it, and its CPU.",
         "Gathers follow each other at once.",
         "Awake, idle: CPU of all workers in the second after a message, and without messages, of one core.",
     ]

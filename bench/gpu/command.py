@@ -72,7 +72,7 @@ _BETWEEN = (
 
 
 def report(results: Results) -> Findings:
-    copied = f"from host memory to the GPU, medians of {results.plan.repetitions} interleaved runs, every request checked"
+    copied = "from host memory to the GPU, every request checked"
     between = "from submit in one process until usable on the GPU in the other, every message checked"
     measured = {size: {**results.ways.get(size, {}), **results.routes.get(size, {})} for size in results.plan.sizes}
     return Findings(
@@ -91,8 +91,7 @@ def _notes(results: Results) -> list[str]:
     return [
         results.gpu,
         f"Bandwidth: requests follow each other, up to 64 of them and 256 MB in flight (at least two requests), with "
-        f"{results.plan.timed_s:g} s of copying in each repetition. Spread: the slowest and the fastest repetition, compared "
-        "with the median. All copies are non_blocking.",
+        f"{results.plan.timed_s:g} s of copying in each of {results.plan.repetitions} repetitions. Copies are non_blocking.",
         "Cloned: what vLLM does with a tensor in shared memory, which it may not keep. torch uses all of its threads.",
         "Usable: the median time from the beginning of a request until its data can be used, with one request at a time. Held: "
         "how long this keeps the loop busy, the median and the 99th percentile.",

@@ -145,9 +145,8 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
         "caller's, copied once. in place: a slot of the slab, of which one number is written. numpy, torch: the actor is "
         "called with a numpy array, which Ray does not pickle, or with the tensor. torch zero copy: with the tensor, by a "
         "caller with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1. Handler and actor read one number, and answer with it.",
-        "All of it runs at the same time, and the ways are measured in turn, in alternating order. Medians of the repetitions. "
-        "CPU is that of all processes of the cluster, for each request: raylets, the head's, and all workers. shmring is, in "
-        "place is: requests/s, divided by those of the row in the same repetition; its CPU likewise.",
+        "All of it runs at the same time. CPU is that of all processes of the cluster, for each request: raylets, the head's, "
+        "and all workers.",
         "HTTP: embeddings of a short text, or of a JPEG of 451 by 300 that is prepared anew for each request. The frontend on "
         "Ray Serve, asked directly (RAY_SERVE_ENABLE_DIRECT_INGRESS=1, RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0), in a "
         "cluster of one node, beside shmring serve with one frontend. Added: without what the same processes take when nobody "

@@ -51,8 +51,7 @@ def report(preset: str, load: Load, results: Results) -> Findings:
         f"A body has {results.request_nbytes:,} bytes. {WARM_UP_REQUESTS} requests before do not count. Sent by "
         f"aiohttp {version('aiohttp')}, on the same machine.",
         "A latency begins when the turn of a request has come. TTFT: until the first text; TPOT: the rest, divided by the "
-        f"tokens after the first; E2E: until the end. engine, frontends: milliseconds of CPU for each request. {first} is: its "
-        "requests/s, divided by those of the row in the same repetition.",
+        "tokens after the first; E2E: until the end. engine, frontends: milliseconds of CPU for each request.",
         f"Servers: {'; '.join(shlex.join(['shmring', 'serve', *server]) for server in PRESETS[preset].servers.values())}",
         *_counted(results),
         *_generator(results),

@@ -73,9 +73,8 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
     notes = [
         "SGLang's own code sends tensors from a tokenizer to the ranks of a scheduler. Each rank copies them to memory that "
         "stands for a GPU's. With shmring, the plug-in is loaded as in a server. There is no HTTP, no processor and no model. "
-        "The processes of both ways run at the same time, and the ways are measured in turn, in alternating order. Medians of "
-        "the repetitions. CPU is the user and system time of all threads, for each tensor. Ratios are medians of those within "
-        "a repetition. inline: tensors that were sent in SGLang's message.",
+        "The processes of both ways run at the same time. CPU is for each tensor. inline: tensors that were sent in SGLang's "
+        "message.",
         versions,
     ]
     return Findings(

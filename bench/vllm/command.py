@@ -50,10 +50,8 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
     ]
     notes = [
         "Real vLLM on the CPU with a model that computes nearly nothing. There is a server for each way. All run at the same "
-        "time, and the load goes to one after the other, in alternating order. They are started "
-        f"{_STARTS} times, each for a part of the repetitions. glibc is told to keep what is freed; otherwise luck would "
-        "decide whether it does. Medians of the repetitions. spread: the slowest and the fastest, compared with the median. "
-        "shmring is: shmring's requests/s, divided by those of the row in the same repetition.",
+        f"time. They are started {_STARTS} times, each for a part of the repetitions. glibc is told to keep what is freed; "
+        "otherwise luck would decide whether it does.",
         "jpeg: a picture that the API server's cache has, sent as a file. uuid: only its name is sent. new: a picture that was "
         "never sent before. engine, API: milliseconds of CPU for each request, of the engine core and of all API servers. lag: "
         "the time that /health takes during the load, of all repetitions together, because one has too few for a 99th "

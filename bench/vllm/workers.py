@@ -157,9 +157,7 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
         tables=[compare("2 tensor-parallel workers, one request at a time", ("requests", "way"), measured, _COLUMNS)],
         notes=[
             "Real vLLM on the CPU with a model that computes nearly nothing. There is a server for each way. All run at the "
-            "same time, and are asked in turn. Medians of the repetitions. ms: of CPU, for a request. idle: for a second. "
-            "shmring is: shmring's CPU, divided by that of the row in the same repetition. digest: of all answers and their "
-            "logprobs.",
+            "same time. ms: of CPU, for a request. idle: for a second. digest: of all answers and their logprobs.",
             versions,
         ],
         targets=[target.judge(measured) for target in TARGETS],
