@@ -15,7 +15,7 @@ from bench.results import Table
 READING = (
     "How to read the tables: numbers are medians of repetitions, in each of which all ways are measured in turn, in\n"
     "alternating order. spread, or least and most: of the repetitions, compared with the median. A ratio (shmring is: 2 x) is\n"
-    "taken within each repetition: of the first way's number to that of the row. CPU is the user and system time of all threads."
+    "taken within each repetition: of the first way's number to that of the row. CPU is user and system time of all threads."
 )
 
 
