@@ -12,8 +12,9 @@ What makes the counts repeat:
   measures all cases.
 - Its clock is its own, preloaded (``meter.c``): each look advances it by a microsecond, and yielding the processor returns at
   once. Otherwise those who poll, which is bounded in time, would look less often the more the machine has to do.
-- Both ends are on one event loop. Hashes have a fixed seed, addresses are the same in each run, no garbage is collected, and
-  half as many messages come before those that count.
+- Both ends are on one event loop, in one thread. Of ``threads.request``, which needs several, the part that takes least counts.
+- Hashes have a fixed seed, addresses are the same in each run, no garbage is collected, and half as many messages come before
+  those that count.
 
 What it does not see: the kernel, cache misses, wake-ups, other processes. :mod:`bench` says how fast it is.
 """

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_CASES = _HERE / "cases.py"
 _TIMEOUT_S = 900  # it takes half a minute on a machine that does nothing else
 
 #: Copying stands apart: to valgrind, each byte that ``rep movsb`` copies is an instruction.
@@ -57,18 +56,19 @@ def measure(checkout: Path, names: Sequence[str] = ()) -> dict[str, Count | Fail
     """
     with tempfile.TemporaryDirectory(prefix="shmring-instructions-") as scratch:
         meter, dump = Path(scratch) / "meter.so", Path(scratch) / "dump"
+        Path(scratch, "instructions").symlink_to(_HERE)
         compiler = shlex.split(os.environ.get("CC", "cc"))
         subprocess.run([*compiler, "-O2", "-shared", "-fPIC", "-o", meter, _HERE / "meter.c"], check=True)
         environment = {
             "PATH": os.environ["PATH"],
-            "PYTHONPATH": str(checkout),
+            "PYTHONPATH": f"{checkout}:{scratch}",
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": "1",
             "METER": str(meter),
             "LD_PRELOAD": str(meter),
         }
         valgrind = ["valgrind", "-q", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={dump}"]
-        command = [*_unrandomised(), *valgrind, sys.executable, "-P", str(_CASES), *names]
+        command = [*_unrandomised(), *valgrind, sys.executable, "-P", "-m", "instructions.program", *names]
         lines = subprocess.run(
             command, env=environment, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True, timeout=_TIMEOUT_S
         ).stdout.splitlines()

@@ -62,8 +62,8 @@ def built(commit: str) -> Path:
 
 def keep_bytecode(checkout: Path) -> None:
     """Has Python's bytecode there: a process that compiles its modules has another heap than one that loads them."""
-    for package in ("shmring", "engine", "frontend"):
-        compileall.compile_dir(checkout / package, quiet=2)
+    for package in (checkout / "shmring", checkout / "engine", checkout / "frontend", Path(__file__).parent):
+        compileall.compile_dir(package, quiet=2)
 
 
 def _sources(checkout: Path) -> dict[Path, bytes]:

@@ -14,7 +14,7 @@ BUDGET = Path(__file__).with_name("budget.json")
 
 MAY_GROW = 0.02  # runs differ by 0.1 % on most machines; what is smaller is reported, and adds up until it is not
 
-_COPIED_MORE = 100  # bytes of a message, beside the share above: most messages copy a few hundred
+_COPIED_MORE = 512  # bytes of a message, beside the share above: a buffer that grows is copied, or not, by what lies behind it
 _SHOWN = 0.01  # by so much more or less, and functions are named
 _MOST_ROWS = 8
 

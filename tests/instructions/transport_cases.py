@@ -1,7 +1,6 @@
-"""The measured program: the cases, of both ends on one event loop.
+"""The cases of the transport: both ends on one event loop, and what threads ask of a client.
 
-``callgrind.py`` also starts it with the ``shmring`` of an earlier commit, so it uses only what is public. Its arguments are the
-names of cases; without any, it measures all. For each case it prints a line of JSON.
+They are measured with the ``shmring`` of an earlier commit, too, so they use only what is public.
 """
 
 from __future__ import annotations
@@ -9,37 +8,21 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import ctypes
-import gc
-import json
-import os
-import sys
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
-import uvloop
 
 import shmring
 import shmring.threads
 
-_MESSAGES = 160
-_TRACED = 16
-_IN_PARTS = {
-    "threads.request": 10
-}  #: cases of several threads: how often these find nothing is chance, so the part that takes least counts
+from . import meter  # measured, it is another package's: no other part of tests can be imported there
+from .case import Case
+
 _WINDOW = 16
 _KEY = b"k" * 32
 _NAME = "instructions"
-
-_METER = ctypes.CDLL(os.environ["METER"])
-
-#: Carries out so many messages.
-Case = Callable[[int], Awaitable[None]]
+_TURNS = 3  # of the loop, until a lease has come back
 
 
 class _Ends:
@@ -67,21 +50,22 @@ class _Ends:
 
     def cases(self) -> dict[str, Case]:
         """Returns all cases, by name."""
+        small, large = [1, 1.0, 2], {"tensor": torch.zeros(1 << 14)}
         return {
-            "4 KB": lambda n: self._messages(n, 4 << 10),
-            "64 KB copied": lambda n: self._messages(n, 64 << 10),
-            "64 KB in place": lambda n: self._messages(n, 64 << 10, in_place=True),
-            "request": lambda n: self._requests(n, [1, 1.0, 2]),
-            "request, 16 in flight": lambda n: self._requests(n, [1, 1.0, 2], _WINDOW),
-            "request of 64 KB": lambda n: self._requests(n, {"tensor": torch.zeros(1 << 14)}),
-            "request of 64 KB, 16 in flight": lambda n: self._requests(n, {"tensor": torch.zeros(1 << 14)}, _WINDOW),
-            "stream of ten": self._streams,
-            "kept, found and sent": self._kept,
-            "abort": self._aborts,
-            "broadcast": self._broadcasts,
-            "gather": self._gathers,
-            "lease": self._leases,
-            "threads.request": self._requests_of_threads,
+            "4 KB": Case(lambda n: self._messages(n, 4 << 10)),
+            "64 KB copied": Case(lambda n: self._messages(n, 64 << 10)),
+            "64 KB in place": Case(lambda n: self._messages(n, 64 << 10, in_place=True)),
+            "request": Case(lambda n: self._requests(n, small)),
+            "request, 16 in flight": Case(lambda n: self._requests(n, small, _WINDOW)),
+            "request of 64 KB": Case(lambda n: self._requests(n, large)),
+            "request of 64 KB, 16 in flight": Case(lambda n: self._requests(n, large, _WINDOW)),
+            "stream of ten": Case(self._streams),
+            "kept, found and sent": Case(self._kept),
+            "abort": Case(self._aborts),
+            "broadcast": Case(self._broadcasts),
+            "gather": Case(self._gathers),
+            "lease": Case(self._leases),
+            "threads.request": Case(self._requests_of_threads, messages=16, parts=10),
         }
 
     async def _both(
@@ -194,12 +178,14 @@ class _Ends:
         await asyncio.gather(worker(), engine())
 
     async def _leases(self, n: int) -> None:
-        """A slot that fits into no lease, so that the engine grants one, which comes back."""
+        """A slot that fits into no lease, so that the engine grants one, which comes back as soon as time passes."""
         for _ in range(n):
             async with self._lessee.slot(1 << 20):
                 pass
-            while self._lessee.statistics().leases > 1:
+            meter.let_pass(0.01)
+            for _ in range(_TURNS):
                 await asyncio.sleep(0)
+        assert self._lessee.statistics().leases == 0
 
     async def _requests_of_threads(self, n: int) -> None:
         async def engine() -> None:
@@ -219,7 +205,8 @@ async def _look(claim: shmring.Claim) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _opened() -> AsyncIterator[_Ends]:
+async def opened() -> AsyncIterator[dict[str, Case]]:
+    """Opens both ends, and returns all cases, by name."""
     with tempfile.TemporaryDirectory(prefix="ir-") as directory:
         async with (
             shmring.serve(_NAME, slab_nbytes="64MiB", socket_dir=directory) as ring,
@@ -232,59 +219,6 @@ async def _opened() -> AsyncIterator[_Ends]:
             blocking = await asyncio.to_thread(shmring.threads.connect, _NAME, socket_dir=directory)
             await asyncio.to_thread(blocking.wait_prefaulted)
             try:
-                yield _Ends(ring, client, worker, lessee, blocking)
+                yield _Ends(ring, client, worker, lessee, blocking).cases()
             finally:
                 await asyncio.to_thread(blocking.close)
-
-
-async def _count(case: Case, parts: int) -> None:
-    """Has callgrind write so many dumps, each of as many messages."""
-    await case(_MESSAGES // 2)
-    gc.collect()
-    gc.freeze()
-    _METER.meter_start()
-    for _ in range(parts):
-        await case(_MESSAGES // parts)
-        _METER.meter_write()
-    _METER.meter_stop()
-
-
-async def _bytecodes(case: Case) -> dict[str, float]:
-    """Returns how many bytecodes a message takes in each Python function."""
-    counts: collections.Counter[str] = collections.Counter()
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        frame.f_trace_lines, frame.f_trace_opcodes = False, True
-        if event == "opcode":
-            counts[f"{'/'.join(frame.f_code.co_filename.split('/')[-2:])}: {frame.f_code.co_qualname}"] += 1
-        return trace
-
-    threading.settrace(trace)
-    sys.settrace(trace)
-    await case(_TRACED)
-    sys.settrace(None)
-    threading.settrace(None)
-    return {name: count / _TRACED for name, count in counts.items()}
-
-
-async def main(names: list[str]) -> None:
-    """Measures the cases of these names, or all."""
-    checkout = Path(shmring.__file__).parents[1]
-    assert checkout == Path.cwd(), f"shmring of {checkout} is imported"
-    async with _opened() as ends:
-        cases = ends.cases()
-        gc.disable()
-        _METER.meter_keep_clock()
-        for name in names or cases:
-            told: dict[str, object] = {"case": name}
-            try:
-                parts = _IN_PARTS.get(name, 1)
-                await _count(cases[name], parts)
-                told |= {"parts": parts, "messages": _MESSAGES // parts, "bytecodes": await _bytecodes(cases[name])}
-            except Exception as error:  # noqa: BLE001 - an earlier commit may lack what it uses
-                told["failed"] = f"{type(error).__name__}: {error}"
-            print(json.dumps(told), flush=True)
-
-
-sys.setswitchinterval(1000)  # threads go on until they wait
-uvloop.run(main(sys.argv[1:]))
