@@ -85,7 +85,7 @@ _PAGES = (
 
 _AGAIN = """\
 ```sh
-make bench-all            # everything on this page, and beside other transports; an hour and a half on two idle cores
+make bench-all            # everything on this page, and beside other transports; about an hour on two idle cores
 make gpu-hour             # needs a GPU; eight minutes
 python -m bench vllm      # needs .venv-vllm (make test-vllm); so do `sglang` and `ray` theirs
 python -m tests.soak --minutes 60 --frontends 3 --seed 1
