@@ -132,8 +132,8 @@ def _try(
 
         def work() -> None:
             if fault := find_fault(tokens, grammar, limits, settings["ends"]):
-                place = _find_place(tokens, schemas, limits, seconds)
-                _say(connection, json.dumps([explained(fault)[:_MAX_FAULT_CHARACTERS], *place], ensure_ascii=False))
+                found = _find_place(explained(fault), tokens, schemas, limits, seconds)
+                _say(connection, json.dumps(found, ensure_ascii=False))
 
         _run_in_thread(work)
         os._exit(0)
@@ -188,8 +188,14 @@ def find_fault(tokens: LLTokenizer, grammar: str, limits: LLParserLimits, ends: 
     return ""
 
 
-def _find_place(tokens: LLTokenizer, schemas: list[tuple[str, str]], limits: LLParserLimits, seconds: float) -> tuple[str, str]:
-    """Returns which of some schemas has a fault, by what it is called, and where; two empty texts: that is not known."""
+def _find_place(
+    fault: str, tokens: LLTokenizer, schemas: list[tuple[str, str]], limits: LLParserLimits, seconds: float
+) -> tuple[str, str, str]:
+    """Returns a fault of a form, which of some schemas has it, by what it is called, and where; two empty texts: that is not
+    known.
+
+    Some faults show only in the middle of an answer: the whole schema has none at its beginning, but a part of it alone may.
+    """
     until_s = min(time.process_time() + _PLACE_S, seconds - _RESERVE_S)
 
     def may_go_on() -> bool:
@@ -209,9 +215,11 @@ def _find_place(tokens: LLTokenizer, schemas: list[tuple[str, str]], limits: LLP
         if not may_go_on():
             break
         schema = json.loads(text)
-        if found := fault_of(schema):
-            return name, find_place(schema, found, fault_of, may_go_on)
-    return "", ""
+        of_whole = fault_of(schema)
+        place, found = find_place(schema, of_whole or fault, fault_of, may_go_on)
+        if of_whole or place != "#":
+            return found[:_MAX_FAULT_CHARACTERS], name, place
+    return fault[:_MAX_FAULT_CHARACTERS], "", ""
 
 
 def _choose(mask: bytes, ends: list[int], start: int) -> int | None:

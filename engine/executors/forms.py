@@ -46,7 +46,7 @@ def form_of(structure: StructuredOutputsParams) -> Form:
         ValueError: it says nothing, or too much.
     """
     if structure.json is not None:
-        form = "json", structure.json
+        form = "json", _without_options(structure.json)
     elif structure.json_object:
         form = "json", '{"type": "object"}'
     elif structure.regex is not None:
@@ -125,6 +125,19 @@ def form_of_strict_call(template: Mapping[str, Any], tools: Sequence[Mapping[str
 def _parameters_of(tools: Sequence[Mapping[str, Any]], strict: Collection[str]) -> list[tuple[str, Mapping[str, Any] | None]]:
     functions = [tool["function"] for tool in tools]
     return [(function["name"], function.get("parameters") if function["name"] in strict else None) for function in functions]
+
+
+def _without_options(schema: str) -> str:
+    """Returns a schema without what llguidance takes for options: to its author, that is a word without a meaning."""
+    if "x-guidance" not in schema:
+        return schema
+    try:
+        value = msgspec.json.decode(schema)
+    except (msgspec.DecodeError, RecursionError):
+        return schema  # it is no JSON, as its author is told
+    if isinstance(value, dict):
+        value.pop("x-guidance", None)
+    return msgspec.json.encode(value).decode()
 
 
 def _form_of_calls(

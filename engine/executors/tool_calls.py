@@ -5,8 +5,8 @@ model's architecture. The parser is transformers' as well. It is given the text 
 what marks a call.
 
 A call that can't be read (half a call, or arguments that are no JSON) is text: from it on, all that the model writes is given
-out as it is. But half a call at which a limit has ended the answer is left out: the finish reason says that something is
-missing, and markup is no answer.
+out as it is. But half a call at which a limit or a stop text has ended the answer is left out: its caller knows that the model
+has not ended there, and markup is no answer.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ResponseReader:
         Args:
             text: what is new.
             ended: whether the answer ends with it.
-            cut: whether that is because of a limit.
+            cut: whether the model itself has not ended it.
         """
         parts = Parts()
         if self._parser is None:
@@ -156,17 +156,20 @@ class ResponseReader:
         self._unsettled = self._unsettled.partition(text)[2] if text else self._unsettled
 
 
-def read(reader: ResponseReader | None, text: str, finish_reason: FinishReason | None) -> tuple[Parts, FinishReason | None]:
+def read(
+    reader: ResponseReader | None, text: str, finish_reason: FinishReason | None, *, stopped: bool = False
+) -> tuple[Parts, FinishReason | None]:
     """Returns what is new of an answer, and why it ends; None: it goes on.
 
     Args:
         reader: of the answer; None: all of it is text.
         text: that was written next.
         finish_reason: why the text ends.
+        stopped: whether at a stop text.
     """
     if reader is None:
         return Parts(text), finish_reason
-    parts = reader.push(text, ended=finish_reason is not None, cut=finish_reason == "length")
+    parts = reader.push(text, ended=finish_reason is not None, cut=finish_reason == "length" or stopped)
     is_call = reader.complete or (finish_reason == "stop" and reader.called > 0)
     return parts, "tool_calls" if is_call else finish_reason
 

@@ -261,7 +261,7 @@ class _Answer:
             self.grammar = grammar
 
     def _reply(self, text: str, finish_reason: FinishReason | None) -> GenerateReply | None:
-        parts, finish_reason = read(self._reader, text, finish_reason)
+        parts, finish_reason = read(self._reader, text, finish_reason, stopped=self._stops.found is not None)
         if self._of_calls is not None:
             self._constrain_call(self._of_calls)
         if parts == Parts() and finish_reason is None and len(self._unsent_logprobs) < _DESCRIBED:

@@ -454,7 +454,8 @@ def _reply(request: _Request, answer: _Answer, piece: Any, contents: TokenBytes)
     if piece.finish_reason not in (None, "stop", "length"):
         raise RuntimeError(f"vLLM ended the answer: {piece.finish_reason}")
     answer.completion_tokens += len(piece.token_ids)
-    parts, finish_reason = read(answer.reader, piece.text, piece.finish_reason)
+    stop_text = piece.stop_reason if isinstance(piece.stop_reason, str) else None  # a number is a token
+    parts, finish_reason = read(answer.reader, piece.text, piece.finish_reason, stopped=stop_text is not None)
     answer.ended = finish_reason is not None
     return GenerateReply(
         parts.text,
@@ -469,7 +470,7 @@ def _reply(request: _Request, answer: _Answer, piece: Any, contents: TokenBytes)
             _token_logprobs(contents, token, likely, answer.logprobs)
             for token, likely in zip(piece.token_ids, piece.logprobs or [], strict=False)
         ],
-        piece.stop_reason if isinstance(piece.stop_reason, str) else None,  # a number is a token
+        stop_text,
     )
 
 

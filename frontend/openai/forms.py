@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ _PIECE_NBYTES = 64 << 10  # of a body, in a turn of the loop
 _MAX_PARTS = 64
 _MAX_FIELD_NBYTES = 64 << 10  # of all fields together: a prompt is the longest of them
 _MAX_NAME_NBYTES = 256
+_SILENT = logging.Logger("forms", logging.CRITICAL)  # of the parser, which warns of what the caller is told
 
 
 @dataclasses.dataclass
@@ -50,8 +52,11 @@ async def parse_form(body: bytes, content_type: str) -> Form:
     if not boundary:
         raise _wrong("its Content-Type names no boundary")
     parts = _Parts()
+    if not body[: len(boundary) + _PIECE_NBYTES].lstrip(b"\r\n").startswith(b"--" + boundary):
+        raise _wrong("it does not begin with the boundary that its Content-Type names")
     try:
         parser = MultipartParser(boundary, parts.callbacks())
+        parser.logger = _SILENT
         for start in range(0, len(body), _PIECE_NBYTES):
             parser.write(body[start : start + _PIECE_NBYTES])
             await asyncio.sleep(0)

@@ -241,7 +241,7 @@ def whole_answer(
             wanted = set(_granularities(request))
             return VerboseTranscription(
                 task=task,
-                language=next((piece.language for piece in pieces if piece.language), ""),
+                language="english" if task == "translate" else next((piece.language for piece in pieces if piece.language), ""),
                 duration=round(sound_s, 3),
                 text=text,
                 segments=_segments(segments, request.temperature or 0.0) if wanted != {"word"} else UNSET,

@@ -50,6 +50,10 @@ def of(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties}
 
 
+def needed(**properties: Any) -> dict[str, Any]:
+    return of(**properties) | {"required": list(properties)}
+
+
 @for_each(
     ("schema", "what", "place"),
     [
@@ -70,6 +74,19 @@ def of(**properties: Any) -> dict[str, Any]:
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater", "#"),
         (of(p={"enum": 5}) | {"required": ["p"]}, "enum must be an array", "#/properties/p"),
         (of(p={"type": "integer", "minimum": "x"}), 'minimum can\'t be "x"', "#/properties/p"),
+        (of(p={"type": "string", "minLength": -1}), "minLength can't be -1", "#/properties/p"),
+        (of(p={"type": "number", "maximum": 1e300}), "a bound is out of range", "#/properties/p"),
+        (of(p={"type": "number", "multipleOf": 1e-30}), "multipleOf has more digits", "#/properties/p"),
+        (of(p={"$ref": "other.json#/a"}), "another document, other.json,", "#/properties/p"),
+        (of(p={"$ref": "#nowhere"}), "leads to #nowhere, where nothing is", "#/properties/p"),
+        (of(p={"$ref": "http://[x"}), "no URI: http://[x", "#/properties/p"),
+        (needed(a=needed(b={"type": "integer", "minimum": 5, "maximum": 3})), "minimum (5)", "#/properties/a/properties/b"),
+        (needed(a={"enum": []}), "no value fits it", "#/properties/a"),
+        (needed(a={"anyOf": [{"type": "string", "const": 1}]}), "incompatible types", "#/properties/a/anyOf/0"),
+        (needed(a={"$ref": "#/$defs/d"}) | {"$defs": {"d": {"enum": []}}}, "no value fits it", "#/$defs/d"),
+        (needed(a={"$ref": "#/properties/b"}, b={"oneOf": [TEXT, TEXT]}), "use anyOf", "#/properties/a"),
+        (needed(a={"$ref": "#/properties/a"}), "its $ref leads back to itself", "#/properties/a"),
+        (needed(a=TEXT, b=needed(c={"$ref": "#/properties/b/properties/c"})), "back to itself", "#/properties/b/properties/c"),
     ],
 )
 def test_what_is_wrong_with_a_schema_is_told_and_where(
@@ -97,6 +114,12 @@ def test_what_is_wrong_with_a_pattern_is_told(executor: TransformersExecutor, pa
     assert what in told(executor, StructuredOutputsParams(regex=pattern))
 
 
+@for_each("options", [{"lenient": True}, {"nosuch": 1}, 5])
+def test_options_of_the_library_are_none_of_a_schema(executor: TransformersExecutor, options: Any) -> None:
+    structure = StructuredOutputsParams(json=json.dumps({"not": TEXT, "x-guidance": options}))
+    assert '"not"' in told(executor, structure)
+
+
 @for_each("text", ["{", "5", '"x"', "false", "[1]"])
 def test_what_is_no_schema_is_told(executor: TransformersExecutor, text: str) -> None:
     told(executor, StructuredOutputsParams(json=text))
@@ -110,6 +133,7 @@ def test_a_large_schema_takes_no_longer_than_there_is_time() -> None:
         looked.append(part)
         return "fault" if "not" in json.dumps(part) else ""
 
-    assert find_place(schema, "fault", fault_of, lambda: True).startswith("#/properties/p900")
+    place, fault = find_place(schema, "fault", fault_of, lambda: True)
+    assert (place[:17], fault) == ("#/properties/p900", "fault")
     count = len(looked)
-    assert find_place(schema, "fault", fault_of, lambda: len(looked) < count + 10) == "#"
+    assert find_place(schema, "fault", fault_of, lambda: len(looked) < count + 10) == ("#", "fault")

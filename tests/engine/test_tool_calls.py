@@ -266,6 +266,18 @@ def test_tokens_of_a_long_call_are_described_before_it_ends(
     assert [call.name for reply in replies for call in reply.tool_calls] == ["weather"]
 
 
+@for_each("stop", ["Ulm", "<tool_call>", '"arguments"'])
+def test_of_a_call_that_a_stop_text_has_cut_nothing_is_text(
+    executor: TransformersExecutor, write: Callable[[str], None], stop: str
+) -> None:
+    write("Let me see." + ONE)
+    request = conversation(tools=[WEATHER])
+    request.sampling = SamplingParams(max_tokens=200, temperature=0, stop=[stop])
+    replies = answer(executor, request)
+    assert "".join(reply.text for reply in replies) == "Let me see."
+    assert (replies[-1].finish_reason, replies[-1].stop_text, replies[-1].tool_calls) == ("stop", stop, [])
+
+
 def test_without_tools_the_same_text_is_text(executor: TransformersExecutor, write: Callable[[str], None]) -> None:
     write(ONE)
     replies = answer(executor, conversation())
