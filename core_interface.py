@@ -206,7 +206,7 @@ def stub() -> str:
                 for inside in body:
                     imports |= imports_of(inside.code)
                     beside += [] if imports_of(inside.code) else [inside.code]
-            elif code.startswith("cdef class ") and not code.startswith("cdef class _"):
+            elif re.match(r"cdef class [^_].*:$", code):  # and not one that is declared, and follows
                 out += class_stub(line, body)
             elif code.startswith("def ") and not code.startswith("def _"):
                 out.append(f"\n{documented(function(line), body)}")
@@ -253,6 +253,8 @@ def declarations() -> str:
                 out.append(line.code)
             elif re.match(r"(cp?def enum|cdef struct|cdef union|cdef extern|ctypedef)\b", line.code):
                 out += ["", line.raw.replace("cpdef enum", "cdef enum"), *(inside.raw for inside in body), ""]
+            elif re.fullmatch(r"cdef class \w+", line.code):
+                out.append(line.code)  # it follows
             elif line.code.startswith("cdef class "):
                 out += ["", *(one for one in decorators if one == "@cython.final"), line.code]
                 out += [f"    {text}" for text in class_declarations(body)] or ["    pass"]

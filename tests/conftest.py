@@ -434,47 +434,17 @@ def turns() -> Callable[[], Awaitable[None]]:
 def hold() -> Callable[[Any], Callable[[], None]]:
     """``go_on = hold(link)``: this end reads nothing, and hears no bells and no end, until ``go_on()``."""
 
-    class NothingThere:
-        bells = 0
-
-        late = stopped = awake = heard = is_reading = False
-        records_left = 0
-
-        def has_more(self) -> bool:
-            return False
-
-        def deliver(self, *_: object) -> int:
-            return 0
-
-        def stop(self) -> None:
-            self.stopped = True
-
-        def expect_the_end(self) -> None:
-            pass
-
-        def sleep(self) -> bool:
-            return True
-
-        def ring_bell(self) -> bool:
-            return False
-
-        def wake(self) -> None:
-            pass
-
-        def mute(self) -> None:
-            pass
+    from tests.model.inside import hold_reader, let_read  # which is compiled, and not everywhere
 
     def stop(link: Any) -> Callable[[], None]:
-        loop, reader = asyncio.get_running_loop(), link.reader
+        loop = asyncio.get_running_loop()
         loop.remove_reader(link._fd)
-        link.reader = NothingThere()
-        reader.is_reading = True  # so that nobody else takes anything from it
+        hold_reader(link.reader)
 
         def go_on() -> None:
-            reader.is_reading = False
-            link.reader = reader
+            let_read(link.reader)
             loop.add_reader(link._fd, link._hear)
-            link._wake()
+            link.reader.rouse()
 
         return go_on
 

@@ -319,8 +319,8 @@ GUARDS = (
     ),
     Guard(
         "links sleep where others want the core",
-        "shmring/transport/polling.py",
-        "self._crowded_until_s = now + _CROWDED_S",
+        "shmring/core/polling.pyx",
+        "self._crowded_until = now + _CROWDED_S",
         "pass",
         "tests/transport/test_polling.py::test_links_sleep_at_once_where_a_yield_costs_more_than_being_woken",
     ),
@@ -550,7 +550,7 @@ GUARDS = (
     ),
     Guard(
         "looking for more records delivers no more than a turn does",
-        "shmring/core/message_ring.pyx",
+        "shmring/core/polling.pyx",
         "while is_hot and self.records_left and not self.stopped",
         "while is_hot and not self.stopped",
         "tests/test_claim.py::test_looking_for_requests_takes_in_no_more_than_a_turn_does",
@@ -858,8 +858,8 @@ GUARDS = (
     ),
     Guard(
         "a turn of the loop has a budget",
-        "shmring/core/message_ring.pyx",
-        "            if <double>clock() > deadline:",
+        "shmring/core/polling.pyx",
+        "            if self._poller.now() > deadline:",
         "            if False:",
         "tests/transport/test_link.py::test_messages_that_take_long_do_not_hold_up_another_link",
     ),
@@ -935,7 +935,7 @@ GUARDS = (
     ),
     Guard(
         "looking for more records delivers fewer if they are long",
-        "shmring/core/message_ring.pyx",
+        "shmring/core/polling.pyx",
         "1 if nbytes < _LONG_NBYTES else nbytes >> _SHARE_SHIFT",
         "1",
         "tests/test_costly_payloads.py::test_looking_for_requests_takes_in_fewer_that_are_long",
@@ -964,15 +964,15 @@ GUARDS = (
     Guard(
         "records that a peer had published before its end are read",
         "shmring/transport/link.py",
-        "            self._expect_the_end()\n            self._unblock()",
+        "            self.reader.expect_the_end()\n            self._unblock()",
         "            self._end()\n            return",
         "tests/transport/test_link.py::test_the_last_words_of_a_peer_that_has_gone_are_read",
     ),
     Guard(
         "a link looks again before it sleeps",
-        "shmring/transport/link.py",
-        "not (at_once or self._vigil.is_over(now_s)) or not self.reader.sleep():",
-        "not (at_once or self._vigil.is_over(now_s)) or (not self.reader.sleep() and False):",
+        "shmring/core/polling.pyx",
+        "not (at_once or self._vigil.is_over(now)) or not self.fall_asleep():",
+        "not (at_once or self._vigil.is_over(now)) or (not self.fall_asleep() and False):",
         "tests/transport/test_link.py::test_a_link_that_falls_asleep_has_looked_again",
     ),
     Guard(
@@ -991,23 +991,23 @@ GUARDS = (
     ),
     Guard(
         "a record is copied out of its ring before it is parsed",
-        "shmring/core/message_ring.pyx",
+        "shmring/core/polling.pyx",
         "                if taker.handle_hot(self._copy, nbytes):",
         f"                if taker.handle_hot({_IN_THE_RING}, nbytes):",
         "tests/core/test_overwritten.py::test_a_submission_that_is_overwritten_while_it_is_checked_is_what_it_was",
     ),
     Guard(
         "a record that is delivered between two turns is copied as well",
-        "shmring/core/message_ring.pyx",
+        "shmring/core/polling.pyx",
         "                is_hot = taker.handle_hot(self._copy, nbytes)",
         f"                is_hot = taker.handle_hot({_IN_THE_RING}, nbytes)",
         "tests/core/test_overwritten.py::test_a_submission_that_is_overwritten_while_it_is_checked_is_what_it_was",
     ),
     Guard(
         "a record that is not read in C is handed on as it is",
-        "shmring/core/message_ring.pyx",
-        "            take = taker.handle_message\n",
-        "            take = taker.handle_record\n",
+        "shmring/core/polling.pyx",
+        "else self._taker.handle_message\n",
+        "else self._taker.handle_record\n",
         "tests/core/test_message_ring.py::test_a_record_that_is_not_taken_in_c_is_not_read_there_again",
     ),
     Guard(

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import shmring
+from shmring.core.compiled import RECORDS_IN_TURN
 from shmring.core.messages import Abort
-from shmring.transport.polling import RECORDS_IN_TURN
 from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -707,7 +707,7 @@ async def test_what_has_come_is_there_without_a_turn_of_the_loop(ends: Ends) -> 
 async def test_a_request_that_has_come_is_there_without_a_turn_of_the_loop(ends: Ends, eventually: Any) -> None:
     """Also where the link to its frontend sleeps."""
     [frontend] = ends.ring._shell._frontends.values()
-    await eventually(lambda: not frontend.link._awake)
+    await eventually(lambda: not frontend.link.awake)
     ends.client.submit_nowait("x")
     with pytest.raises(StopIteration) as there:
         ends.ring.claim().send(None)

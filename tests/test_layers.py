@@ -106,7 +106,7 @@ GIVEN_BY_SUBCLASSES = {
 FORBIDDEN_IN_CORE = {"asyncio", "os", "mmap", "socket", "time", "torch", "numpy", "threading", "random", "io", "pathlib"}
 
 # but for what these do with the kernel's help: map memory, ring bells, wait for one or a GPU, look for a moment, hear of forks.
-CALLING_THE_SYSTEM = {"forks", "load", "looking", "mapping", "message_ring", "views", "worker_end"}
+CALLING_THE_SYSTEM = {"forks", "load", "looking", "mapping", "message_ring", "polling", "views", "worker_end"}
 
 CORE_DIRECTORY = ROOT / "shmring" / "core"
 COMPILED_CORE = CORE_DIRECTORY / "compiled.pyx"

@@ -306,7 +306,7 @@ def test_a_reply_that_comes_while_the_engine_looks_rings_no_bell(serve: Any, joi
 
     def looked() -> bool:
         """Whether a reply was found by looking: the core may have been another process's each time."""
-        served(ring, lambda: not link._awake)
+        served(ring, lambda: not link.awake)
         bells = worker._connection._writer.bells
         assert ring.gather("x", timeout=20, busy_poll_s=0.1) == ["x"]
         return worker._connection._writer.bells == bells

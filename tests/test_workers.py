@@ -1033,9 +1033,7 @@ async def test_what_a_worker_has_replied_counts_though_it_has_died(serve: Any, j
     [joined] = workers._workers.values()
     go_on = hold(joined.link)
     await message.reply("its last words")
-    joined.link._wake, wake = (lambda: None), joined.link._wake
     go_on()
-    joined.link._wake = wake
     workers._died(joined)
     assert await asyncio.wait_for(gathering, 20) == ["its last words"]
     message.leave()

@@ -79,7 +79,7 @@ from shmring.transport.endpoint import AttachedEngine, attach_engine, give_up
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
 from shmring.transport.load import map_load_page
-from shmring.transport.polling import Poller
+from shmring.transport.loops import poller_of
 from shmring.transport.rings import map_rings
 
 __all__ = ["Session"]
@@ -137,8 +137,9 @@ class Session:
             connected,
             from_engine,
             to_engine,
-            Poller(self.loop, config.busy_poll_s),
+            poller_of(self.loop),
             max_backlog_nbytes=_MAX_BACKLOG_NBYTES,
+            busy_poll_s=config.busy_poll_s,
         )
         self.host_slots: HostSlots = HostSlots(self, slab)
         self.device_slots: DeviceSlots = DeviceSlots(self, life.engine_name, cuda, device_memory, copier, DeviceSlot)

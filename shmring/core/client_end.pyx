@@ -489,7 +489,7 @@ cdef class ClientEnd(RecordHandler):
     cdef public bint is_open
     cdef public bint expects_expiry
     cdef public object device_slots
-    cdef public RecordReader reader  # type: RecordReader | None
+    cdef public LinkReader reader  # type: LinkReader | None
     cdef dict _decoders
     cdef object _clock
     cdef type _slot_type

@@ -75,7 +75,7 @@ cdef class BaseFrontend(RecordHandler):
     cdef readonly bint is_local
     cdef ClientRecord record
     cdef RecordWriter _writer
-    cdef RecordReader _reader
+    cdef LinkReader _reader
     cdef Line _costly        # the line of its costly requests; None: it had none so far
 
     def __init__(self, EngineEnd end not None, client_id: int, *, bint is_local=False) -> None:
@@ -83,7 +83,7 @@ cdef class BaseFrontend(RecordHandler):
         self.client_id = client_id
         self.is_local = is_local
 
-    def attach(self, RecordWriter writer=None, RecordReader reader=None) -> None:
+    def attach(self, RecordWriter writer=None, LinkReader reader=None) -> None:
         """Its connection is there.
 
         Args:

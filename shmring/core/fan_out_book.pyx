@@ -85,7 +85,7 @@ cdef class WorkerRecord:
     cdef readonly uint64_t unacknowledged_nbytes
     cdef readonly uint64_t sent
     cdef RecordWriter writer   # None: it gets nothing
-    cdef RecordReader reader   # None: it is not read, or the shell reads it
+    cdef LinkReader reader   # None: it is not read, or the shell reads it
     cdef RecordHandler taker     # of the payloads that are read
     cdef object _page
     cdef uint8_t* _at

@@ -142,7 +142,7 @@ cdef class JoinedWorker(RecordHandler):
     def __init__(self, FanOutEnd end not None) -> None:
         self.end = end
 
-    def attach(self, WorkerRecord record not None, RecordReader reader not None) -> None:
+    def attach(self, WorkerRecord record not None, LinkReader reader not None) -> None:
         """Its connection is there. The shell reads its ring, too."""
         self.record = record
         record.reader, record.taker = reader, self
@@ -741,7 +741,7 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
 
     cdef int _let_sleep(self, WorkerRecord worker) except -1:
         """The worker rings again, if no other call looks into its ring."""
-        cdef RecordReader reader = worker.reader
+        cdef LinkReader reader = worker.reader
         if reader is None:
             return 0  # its connection has ended
         reader.is_roused = False

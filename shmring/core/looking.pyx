@@ -7,7 +7,7 @@ and a looking thread does not. Then there is no looking for a while.
 
 A thread that is about to sleep looks for a *moment* in any case: for about as long as sleeping and being woken takes both
 sides. So a thread that gets one message after the other is not rung for each. After several moments in vain it sleeps at once,
-and tries again now and then, as links do (:mod:`shmring.transport.polling` says why).
+and tries again now and then, as links do (``polling.pyx`` says why).
 """
 
 from libc.stdint cimport uint32_t

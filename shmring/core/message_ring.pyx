@@ -34,7 +34,6 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes
 from cpython.exc cimport PyErr_SetFromErrno
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from shmring.errors import CapacityError, RemoteProtocolError
@@ -66,11 +65,6 @@ GIVING_UP: bytes = b"\1"
 
 cdef enum:
     BELLS_NBYTES = 4096  # more than can be there, if they are bells: the kernel keeps a few hundred bytes sent one by one
-    _SHORT_RECORDS = 8  # that are delivered in C between two looks at the clock
-    # A longer record has a long payload, since tensors in a record are short: checking 60,000 values takes 0.2 ms.
-    _LONG_NBYTES = 16 << 10
-    _LONG_COPIES_NBYTES = 1 << 20  # copied in 0.05 to 0.1 ms
-    _SHARE_SHIFT = 12  # a long record counts as one for each 4 KiB: so 64 of them take a millisecond, long or short
     MOST_READS = 16  # of other things, at a time
 
 
@@ -384,14 +378,6 @@ cdef class RecordReader:
 
     Attributes:
         bells: how often it has rung.
-        late: whether the last :meth:`deliver` ended because of the time.
-        stopped: whether no more records are delivered.
-        awake: whether the poller gives this side its turns; the link sets it.
-        is_reading: whether records are being delivered at the moment.
-        is_roused: whether a caller looks into the ring without the poller's turns; that caller sets it.
-        records_left: how many may be delivered until the next turn. If no clock is read, a long record counts as several.
-        heard: whether records were delivered outside of a turn since this was last reset.
-        delivered: how many were delivered in all.
     """
 
     cdef readonly uint64_t bells
@@ -401,25 +387,11 @@ cdef class RecordReader:
     cdef uint64_t _head       # how much this side has read; never read from the ring
     cdef uint32_t _largest_record_nbytes
     cdef int _bell
-    cdef public bint awake
-    cdef public bint is_reading
-    cdef bint is_roused
-    cdef public bint heard
-    cdef public uint32_t records_left
-    cdef readonly uint64_t delivered
-    cdef readonly bint late
-    cdef readonly bint stopped
-    cdef bint _is_ending
-    cdef uint8_t* _copy         # of the record that a RecordHandler has; NULL: none had one
-    cdef uint64_t _left_nbytes  # bytes to deliver before the end
 
     def __init__(self, memory: Buffer, bell: int) -> None:
         self._memory = _view(memory, &self._at, &self._capacity)
         self._largest_record_nbytes = _largest_record(self._capacity)
         self._bell = bell
-
-    def __dealloc__(self) -> None:
-        free(self._copy)
 
     def read(self) -> bytes | None:
         """Reads the next record; None if there is none. Call :meth:`ring_bell` once after a batch of them.
@@ -434,108 +406,12 @@ cdef class RecordReader:
         self.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
         return record
 
-    def deliver(self, take: Callable[[bytes], object], most: int, clock: Callable[[], float], until: float) -> int:
-        """Reads records, and hands each over, until there are no more.
-
-        Args:
-            take: called with each record; an exception in it ends this. A :class:`RecordHandler` is called in C.
-            most: how many records, at most.
-            clock, until: this ends with the record after which ``clock()`` is later than ``until``; then :attr:`late` is set.
-                After short records that are handled in C, the clock is read only every eighth time.
-
-        Returns:
-            How many there were.
-
-        Raises:
-            RemoteProtocolError: as :meth:`read`.
-        """
-        cdef Py_ssize_t count = 0, limit = most
-        cdef double deadline = until
-        cdef uint32_t nbytes
-        cdef RecordHandler taker = take if isinstance(take, RecordHandler) else None
-        if taker is not None:
-            take = taker.handle_message
-            self._make_copy()
-        self.late = False
-        while count < limit and not self.stopped and self.next_nbytes(&nbytes):
-            if self._is_ending:
-                if nbytes + LENGTH_NBYTES > self._left_nbytes:
-                    self.stopped = True
-                    break
-                self._left_nbytes -= nbytes + LENGTH_NBYTES
-            count += 1
-            self.delivered += 1
-            if taker is None:
-                record = PyBytes_FromStringAndSize(NULL, nbytes)
-                self.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
-                take(record)
-            else:
-                self.take(self._copy, nbytes)
-                if taker.handle_hot(self._copy, nbytes):
-                    if count % _SHORT_RECORDS and nbytes < _LONG_NBYTES and taker.copied_nbytes < _LONG_COPIES_NBYTES:
-                        continue
-                    taker.copied_nbytes = 0
-                else:
-                    take(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
-            if <double>clock() > deadline:
-                self.late = True
-                break
-        return count
-
-    cdef int _make_copy(self) except -1:
-        """Makes room for a copy of a record."""
-        if self._copy == NULL:
-            self._copy = <uint8_t*>malloc(self._largest_record_nbytes)
-            if self._copy == NULL:
-                raise MemoryError
-        return 0
-
-    cdef bint hear(self, RecordHandler taker) except -1:
-        """Reads the records that have come, before the next turn, and within the budget that is left of this turn.
-
-        Returns:
-            False if the link has to do that: it is asleep, is delivering at the moment, or has ended.
-
-        Raises:
-            RemoteProtocolError: as :meth:`read`, or from the handler.
-        """
-        cdef uint32_t nbytes
-        cdef bint is_hot = True
-        cdef RecordReader kept = self  # kept by this call: a record may end the connection, and then all others let go of it
-        if not (self.awake or self.is_roused) or self.is_reading or self.stopped or self._is_ending:
-            return False
-        self._make_copy()
-        self.is_reading = True
-        try:
-            while is_hot and self.records_left and not self.stopped and taker.copied_nbytes < _LONG_COPIES_NBYTES \
-                    and self.next_nbytes(&nbytes):
-                self.records_left -= min(self.records_left, 1 if nbytes < _LONG_NBYTES else nbytes >> _SHARE_SHIFT)
-                self.delivered += 1
-                self.heard = True
-                self.take(self._copy, nbytes)
-                is_hot = taker.handle_hot(self._copy, nbytes)
-                if not is_hot:  # it may be long work: the records after it wait for the next call, or turn
-                    taker.handle_message(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
-        finally:
-            kept.is_reading = False
-        self.wake_writer()
-        return True
-
     def has_more(self) -> bool:
         """Whether there are unread records."""
         return self.has_news()
 
     cdef bint has_news(self) noexcept nogil:
         return load_acquire_u64(self._at + AT_TAIL) != self._head
-
-    def stop(self) -> None:
-        """Delivers no more records."""
-        self.stopped = True
-
-    def expect_the_end(self) -> None:
-        """The writer has gone. It can have published at most a whole ring by then: delivers no more than that."""
-        if not self._is_ending:
-            self._is_ending, self._left_nbytes = True, self._capacity
 
     def ring_bell(self) -> bool:
         """Wakes the writer if it waits for space; returns whether it did. Call it once after reading, before this side

@@ -131,6 +131,7 @@ class Frontend(BaseFrontend):
             outgoing,
             life.poller,
             max_backlog_nbytes=max_backlog_nbytes,
+            busy_poll_s=life.config.busy_poll_s,
         )
         self.attach(self.link.writer, self.link.reader)
 

@@ -13,8 +13,7 @@ from shmring.core.compiled import BaseClaim, Origin, largest_record_nbytes
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError
 from shmring.ring import limits
 from shmring.snapshot import MAX_ERRORS
-from shmring.transport.loops import check_loop
-from shmring.transport.polling import Poller
+from shmring.transport.loops import check_loop, poller_of
 
 __all__ = ["Life"]
 
@@ -43,7 +42,7 @@ class Life:
         self.config = config
         self.epoch = epoch
         self.loop = asyncio.get_running_loop()
-        self.poller = Poller(self.loop, config.busy_poll_s)
+        self.poller = poller_of(self.loop)
         self.record_nbytes = largest_record_nbytes(int(config.message_ring_nbytes))
         self.offload_nbytes = limits.COPY_OFFLOAD_NBYTES if offload_nbytes is None else offload_nbytes
         self.is_over = False

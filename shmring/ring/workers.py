@@ -94,8 +94,15 @@ class _Worker(JoinedWorker):
         self.parts: list[bytes] = []
         self.parts_nbytes = 0
         to_worker, to_engine = map_rings(ring_fds, int(workers.life.config.message_ring_nbytes))
+        life = workers.life
         self.link = _WorkerLink(
-            self, peer.socket, to_engine, to_worker, workers.life.poller, max_backlog_nbytes=_BACKLOG_NBYTES
+            self,
+            peer.socket,
+            to_engine,
+            to_worker,
+            life.poller,
+            max_backlog_nbytes=_BACKLOG_NBYTES,
+            busy_poll_s=life.config.busy_poll_s,
         )
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """A link: a connection between two sides. Messages go through two message rings; bells, and the end, go through a socket.
 
 Theory of operation. A message is one record, published at once. Its reader is *awake* or *asleep*
-(:mod:`shmring.transport.polling`). Awake, it looks at its ring in each turn of its loop, and nobody makes a system call.
+(``core/polling.pyx``). Awake, it looks at its ring in each turn of its loop, and nobody makes a system call.
 Asleep, it waits for a bell, a zero byte on the socket; the writer rings it if the reader sleeps. A caller that is about to wait
 for a message may look first (:meth:`Link.poll`), which costs one load if there is none.
 
@@ -31,18 +31,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from typing_extensions import Buffer
 
-from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, Origin, RecordHandler, RecordReader, RecordWriter, receive_bells
+from shmring.core.compiled import (
+    ENDED,
+    FOREIGN,
+    GAVE_UP,
+    LinkReader,
+    Origin,
+    Poller,
+    RecordHandler,
+    RecordWriter,
+    receive_bells,
+)
 from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, WorkerMessage, encode_message
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.transport.loops import check_loop
-from shmring.transport.polling import LINK_S, RECORDS_IN_TURN, Poller, Vigil
 
 __all__ = ["Link", "LinkOwner"]
 
@@ -79,6 +87,7 @@ class Link:
         connected: the socket, non-blocking.
         incoming, outgoing: the memory of the ring that this side reads, and of the one that it writes.
         poller: of this loop.
+        busy_poll_s: for how long after a message no link of this loop falls asleep.
         max_backlog_nbytes: of messages that found the ring full, from which the peer counts as not reading.
 
     Attributes:
@@ -95,29 +104,26 @@ class Link:
         poller: Poller,
         *,
         max_backlog_nbytes: int,
+        busy_poll_s: float = 0.0,
     ) -> None:
         self._owner = owner
         self._socket = connected
         self._fd = connected.fileno()
-        self.reader = RecordReader(incoming, self._fd)
+        self.reader = LinkReader(incoming, self._fd)
         self.writer = RecordWriter(outgoing, self._fd)
         self._bells = 0  # of both, once they have gone
         self._poller = poller
+        self._busy_poll_s = busy_poll_s
         self._max_backlog_nbytes = max_backlog_nbytes
         self._loop = asyncio.get_running_loop()
         self._origin = Origin()
         self._backlog: deque[bytes] = deque()
         self._backlog_nbytes = 0
-        self.writer.told = poller.polls_busily
+        self.writer.told = busy_poll_s > 0
         self._writable = asyncio.Event()
         self._writable.set()
         self._expected_nbytes = 0  # the room that senders wait for without a message in the backlog
         self._drained = 0  # how often this end has asked for room
-        self._awake = False
-        self._vigil = Vigil()
-        self._delivered = 0  # records that the poller knows of
-        self.reader.records_left = RECORDS_IN_TURN
-        self._is_ending = False  # the connection has ended; records that the peer had published by then are read first
         self._deaf = False  # no more records are delivered
         self._closing = False
         self._open = True  # the socket
@@ -128,8 +134,10 @@ class Link:
 
     def start(self) -> None:
         """Begins to read, from the loop's next turn on."""
+        take = self._owner if isinstance(self._owner, RecordHandler) else self._owner.handle_record
+        self.reader.attend(self._poller, self, take, self.writer, busy_poll_s=self._busy_poll_s)
         self._loop.add_reader(self._fd, self._hear)
-        self._wake()
+        self.reader.rouse()
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
@@ -145,10 +153,7 @@ class Link:
 
     def published(self) -> None:
         """A caller has written to the ring directly, and ``writer.told`` is set: this side stays awake for the answer."""
-        self._poller.extend()
-        if not self._awake:
-            self.reader.wake()
-            self._wake()
+        self.reader.expect_answer()
 
     def break_off(self, error: RemoteProtocolError) -> None:
         """The peer's counts in a ring are impossible: reports it later, not in the middle of the owner's call."""
@@ -234,8 +239,8 @@ class Link:
             self.break_off(error)
         except MemoryError as error:  # the peer waits for what it is not told
             self.fail_soon(error)
-        if self._poller.polls_busily:
-            self.published()
+        if self._busy_poll_s:
+            self.reader.expect_answer()
 
     def send_listed(self, make: Callable[[tuple[int, ...]], FrontendMessage | EngineMessage], numbers: Sequence[int]) -> None:
         """Sends a message with a list of ids, as several if the list is too long for one."""
@@ -310,88 +315,13 @@ class Link:
     def poll(self) -> None:
         """Delivers the records that have come, within this turn's budget. A caller that would wait for a message calls this
         first."""
-        if self._deaf or self._origin.forked:
-            return
-        reader = self.reader
-        if reader.is_reading or not reader.records_left or not reader.has_more():
-            return
-        if self._read() and not self._awake:
-            self._wake()
-
-    def _wake(self) -> None:
-        if not self._awake:
-            self._say_awake(True)
-            self._poller.wake(self)
-
-    def _say_awake(self, awake: bool) -> None:
-        self._awake = awake
         if self._open:
-            self.reader.awake = awake
+            self.reader.look()
 
-    def take_turn(self, deadline_s: float) -> bool:
-        """For the poller: delivers the records that came since; returns whether there were any."""
-        if self._deaf or self._origin.forked:
-            return False
-        reader = self.reader
-        reader.records_left = RECORDS_IN_TURN
-        heard, reader.heard = reader.heard, False
-        if not self._writable.is_set():
-            self._guarded(self._flush)
-        if not self._deaf and reader.has_more() and self._read(deadline_s):
-            return True
-        if heard:
-            self._came(deadline_s - LINK_S)
-        return heard
-
-    def fall_asleep(self, now_s: float, at_once: bool) -> bool:
-        """For the poller: returns whether this side sleeps now; False if a record has come, or may be about to."""
-        if not self._deaf and not self._origin.forked:
-            if self._is_ending:
-                self._end()
-            elif not (at_once or self._vigil.is_over(now_s)) or not self.reader.sleep():
-                return False
-        self._say_awake(False)
-        return True
-
-    def _read(self, deadline_s: float | None = None) -> bool:
-        """Delivers records; returns whether there was one.
-
-        Args:
-            deadline_s: of ``time.perf_counter``, when a turn ends; None: it began just now.
-        """
-        reader = self.reader
-        if deadline_s is None:
-            deadline_s = time.perf_counter() + LINK_S
-        reader.is_reading = True
-        try:
-            take = self._owner if isinstance(self._owner, RecordHandler) else self._owner.handle_record
-            count = reader.deliver(take, reader.records_left, time.perf_counter, deadline_s)
-            reader.records_left = 0 if reader.late else reader.records_left - count
-            if reader.stopped and not self._deaf:  # those were the last words
-                self._deaf = True
-                self._end()
-            elif count:
-                reader.ring_bell()
-        except RemoteProtocolError as error:
-            count = 1
-            self.violated(error)
-        except BaseException as error:  # noqa: BLE001 - it is raised again if it is no failure of this end
-            count = 1
-            self.failed(error)
-        finally:
-            reader.is_reading = False
-        if count:
-            self._came(deadline_s - LINK_S)
-        return count > 0
-
-    def _came(self, now_s: float) -> None:
-        """A record came: the next one may be about to."""
-        self._vigil.begin(now_s)
-        self._poller.extend()
-        if self._open:
-            delivered = self.reader.delivered
-            self._poller.records += delivered - self._delivered
-            self._delivered = delivered
+    @property
+    def awake(self) -> bool:
+        """Whether this side looks into its ring in each turn of the loop."""
+        return self._open and self.reader.awake
 
     def _hear(self) -> None:
         """Bytes came over the socket."""
@@ -412,19 +342,20 @@ class Link:
             if self._deaf:
                 self._end()
                 return
-            self._expect_the_end()
+            self.reader.expect_the_end()
             self._unblock()
         elif not self._writable.is_set():
-            self._guarded(self._flush)
+            self.flush()
             if self._closing and not self._backlog:
                 self._end()
         if not self._deaf:
-            self._wake()
-            self.poll()
+            self.reader.rouse()
+            self.reader.look()
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    def flush(self) -> None:
+        """Publishes what has found no room before, if there is room now."""
         try:
-            action()
+            self._flush()
         except RemoteProtocolError as error:
             self.violated(error)
 
@@ -432,10 +363,6 @@ class Link:
         if not self._deaf:
             self._stop_delivering()
             self._owner.protocol_violated(error)
-
-    def _expect_the_end(self) -> None:
-        self._is_ending = True
-        self.reader.expect_the_end()
 
     def _stop_delivering(self) -> None:
         self._deaf = True
@@ -445,13 +372,13 @@ class Link:
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def read_last_words(self) -> None:
-        """Delivers all records, without a budget: the peer's process is dead."""
+        """Delivers all that the peer had published, without a budget: its process is dead."""
         if self._open:
-            self._expect_the_end()
-        while not self._deaf and not self.reader.is_reading:
-            self.reader.records_left = RECORDS_IN_TURN
-            if not self._read():
-                break
+            self.reader.read_last_words()
+
+    def ended(self) -> None:
+        """The peer's last words were delivered."""
+        self._end()
 
     def close(self, heir: Callable[[socket.socket], object] | None = None) -> None:
         """Delivers no more records, sends the backlog, and ends the connection.
@@ -493,7 +420,7 @@ class Link:
             self._lingering.cancel()
         self.writer.mute()
         self.reader.mute()
-        self.reader.stop()
+        self.reader.leave()
         self._loop.remove_reader(self._fd)
         if self._heir is not None and not self._backlog:
             self._heir(self._socket)

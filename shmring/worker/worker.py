@@ -26,8 +26,7 @@ from shmring.line import Line, give
 from shmring.opening import Opening
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
-from shmring.transport.loops import check_loop
-from shmring.transport.polling import Poller
+from shmring.transport.loops import check_loop, poller_of
 from shmring.uncopied import uncopied
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
@@ -97,8 +96,15 @@ class _Connection:
         self._answering = asyncio.Lock()  # a reply's parts follow each other
         self._rest: asyncio.Task[None] | None = None  # sends them, for the last reply that has several
         self._watch = ProcessWatch(self._loop, joined.pidfd, self._engine_died)
-        poller = Poller(self._loop, config.busy_poll_s)
-        self._link = Link(self, joined.socket, joined.incoming, joined.outgoing, poller, max_backlog_nbytes=_BACKLOG_NBYTES)
+        self._link = Link(
+            self,
+            joined.socket,
+            joined.incoming,
+            joined.outgoing,
+            poller_of(self._loop),
+            max_backlog_nbytes=_BACKLOG_NBYTES,
+            busy_poll_s=config.busy_poll_s,
+        )
         try:
             self._end = joined.make_end(self, self._link.reader, self._link.writer, Message, payload_type)
         except BaseException:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import math
 import mmap
 import os
 import random
@@ -15,7 +14,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,10 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shmring.core.compiled import LARGEST_RECORD_NBYTES, RecordHandler, RecordReader, RecordWriter, ring_nbytes
+from shmring.core.compiled import LARGEST_RECORD_NBYTES, LinkReader, RecordHandler, RecordReader, RecordWriter, ring_nbytes
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_packer
-from tests.model.inside import ColdTaker, hear, write_submit
+from tests.model.inside import ColdTaker, deliver, hear, write_submit
 from tests.tables import for_each
 
 TAIL, HEAD, READER_SLEEPS, WRITER_WAITS, RECORDS = 0, 64, 128, 192, 4096
@@ -42,7 +40,7 @@ class Pair:
         self.memory = mmap.mmap(-1, ring_nbytes(capacity)) if memory is None else memory
         self.at_writer, self.at_reader = socket.socketpair()
         self.writer = RecordWriter(self.memory, self.at_writer.fileno())
-        self.reader = RecordReader(self.memory, self.at_reader.fileno())
+        self.reader = LinkReader(self.memory, self.at_reader.fileno())
 
     def close(self) -> None:
         self.at_writer.close()
@@ -322,7 +320,7 @@ def test_after_its_writers_end_a_ring_is_read_once_and_no_further(pair: Pair) ->
         pair.reader.expect_the_end()
         while pair.writer.write(bytes(28)):
             pass
-        pair.reader.deliver(taken.append, 100, lambda: 0.0, 1.0)
+        deliver(pair.reader, taken.append)
     assert len(taken) == 8, "as many as fit in the ring"
     assert pair.reader.stopped
 
@@ -391,15 +389,15 @@ class Taker(RecordHandler):
         pass
 
 
-READS: dict[str, Callable[[RecordReader], object]] = {
+READS: dict[str, Callable[[LinkReader], object]] = {
     "read": lambda reader: reader.read(),
-    "deliver": lambda reader: reader.deliver([].append, 1, time.monotonic, math.inf),
-    "deliver in C": lambda reader: reader.deliver(Taker(), 1, time.monotonic, math.inf),
+    "deliver": lambda reader: deliver(reader, [].append),
+    "deliver in C": lambda reader: deliver(reader, Taker()),
 }
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_a_place_is_given_back_after_its_record_was_copied(cut_off: Pair, read: Callable[[RecordReader], object]) -> None:
+def test_a_place_is_given_back_after_its_record_was_copied(cut_off: Pair, read: Callable[[LinkReader], object]) -> None:
     """The writer may use it again at once: what was not copied by then would be torn."""
     cut_off.put(RECORDS, len(LONG), 4)
     cut_off.put(TAIL, 4 + len(LONG) + 4)
@@ -418,19 +416,18 @@ class Colder(ColdTaker):
         self.taken.append(record)
 
 
-def in_a_turn(reader: RecordReader, taker: RecordHandler) -> None:
-    reader.deliver(taker, 64, time.monotonic, math.inf)
+def in_a_turn(reader: LinkReader, taker: RecordHandler) -> None:
+    deliver(reader, taker)
 
 
-def between_turns(reader: RecordReader, taker: RecordHandler) -> None:
-    reader.awake, reader.records_left = True, 64
+def between_turns(reader: LinkReader, taker: RecordHandler) -> None:
     while reader.has_more():
         hear(reader, taker)
 
 
 @pytest.mark.parametrize("read", [in_a_turn, between_turns])
 def test_a_record_that_is_not_taken_in_c_is_not_read_there_again(
-    pair: Pair, read: Callable[[RecordReader, RecordHandler], None]
+    pair: Pair, read: Callable[[LinkReader, RecordHandler], None]
 ) -> None:
     taker = Colder()
     for record in (b"one", b"two"):

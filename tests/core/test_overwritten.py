@@ -7,9 +7,7 @@ whose dtype has no number, the check calls a function that they replace.
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,16 +21,16 @@ from shmring.core.compiled import (
     EngineBook,
     EngineEnd,
     HeldSlots,
+    LinkReader,
     Mapping,
     RecordHandler,
-    RecordReader,
     RecordWriter,
     Regions,
     ring_nbytes,
 )
 from shmring.core.geometry import EngineBookLimits, Geometry
 from shmring.memory.tensors import make_decoder, make_packer
-from tests.model.inside import write_submit
+from tests.model.inside import deliver, say_awake, write_submit
 
 CAPACITY = 1 << 17
 RECORDS = 4096
@@ -75,7 +73,7 @@ class Ends:
         os.close(fd)
         book.connect(1, 0)
         self.memory = bytearray(ring_nbytes(CAPACITY))
-        self.writer, self.reader = RecordWriter(self.memory, -1), RecordReader(self.memory, -1)
+        self.writer, self.reader = RecordWriter(self.memory, -1), LinkReader(self.memory, -1)
         self.frontend = BaseFrontend(self.end, 1)
         self.frontend.attach(RecordWriter(bytearray(ring_nbytes(64)), -1), self.reader)
 
@@ -84,13 +82,13 @@ class Ends:
 
 
 def in_a_turn(ends: Ends) -> Any:
-    assert ends.reader.deliver(ends.frontend, 1, time.monotonic, math.inf) == 1
+    assert deliver(ends.reader, ends.frontend) == 1
     return ends.end.claim_next()
 
 
 def between_turns(ends: Ends) -> Any:
     """An engine that asks for a request looks into the rings itself."""
-    ends.reader.awake, ends.reader.records_left = True, 1
+    say_awake(ends.reader)
     return ends.end.claim_now()
 
 
@@ -134,10 +132,10 @@ class Keeper(RecordHandler):
 @pytest.mark.parametrize("in_c", [True, False], ids=["a taker in C", "any callable"])
 def test_a_record_that_is_overwritten_while_it_is_handled_is_what_it_was(in_c: bool) -> None:
     memory = bytearray(ring_nbytes(CAPACITY))
-    keeper, writer, reader = Keeper(memory), RecordWriter(memory, -1), RecordReader(memory, -1)
+    keeper, writer, reader = Keeper(memory), RecordWriter(memory, -1), LinkReader(memory, -1)
     take: Any = keeper if in_c else keeper.handle_record
     for number in range(3):
         record = bytes([number]) * 1000
         assert writer.write(record)
-        assert reader.deliver(take, 1, time.monotonic, math.inf) == 1
+        assert deliver(reader, take) == 1
         assert keeper.kept.pop() == record

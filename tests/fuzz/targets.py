@@ -30,6 +30,7 @@ from shmring.core.compiled import (
     FanOutEnd,
     HeldSlots,
     JoinedWorker,
+    LinkReader,
     Mapping,
     Packed,
     RecordReader,
@@ -456,7 +457,7 @@ class _Worker(JoinedWorker):
 
     def __init__(self, end: FanOutEnd, record: WorkerRecord) -> None:
         super().__init__(end)
-        self.attach(record, RecordReader(bytearray(ring_nbytes(_WORKER_RING_NBYTES)), -1))
+        self.attach(record, LinkReader(bytearray(ring_nbytes(_WORKER_RING_NBYTES)), -1))
 
     def handle_message(self, record: bytes) -> None:
         match decode_worker_message(record):

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from shmring.core.compiled import (
@@ -8,12 +8,12 @@ from shmring.core.compiled import (
     ContentRegions,
     EngineBook,
     Lending,
+    LinkReader,
     Mapping,
     Packed,
     PayloadDecoder,
     Placement,
     RecordHandler,
-    RecordReader,
     RecordWriter,
     Regions,
     RunAllocator,
@@ -57,7 +57,19 @@ class ColdTaker(RecordHandler):
     @property
     def asked(self) -> int: ...
 
-def hear(reader: RecordReader, taker: RecordHandler) -> bool: ...
+def deliver(reader: LinkReader, take: Callable[[bytes], object]) -> int: ...
+def say_awake(reader: LinkReader) -> None: ...
+def hear(reader: LinkReader, taker: RecordHandler) -> bool: ...
+def hold_reader(reader: LinkReader) -> None: ...
+def let_read(reader: LinkReader) -> None: ...
+
+class LinkInPython(LinkReader):
+    def has_turn(self, now_s: float) -> bool: ...
+    def may_sleep(self, now_s: float, at_once: bool) -> bool: ...
+
+class ToldAfterTurns(LinkReader):
+    told: Any
+
 def largest_run(allocator: RunAllocator) -> int: ...
 def uses_table(maker: TensorMaker) -> bool: ...
 def slots_with_engine(book: ClientBook) -> dict[int, ClientSlotRecord]: ...

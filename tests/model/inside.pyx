@@ -6,17 +6,18 @@ Records are read and written by the ends themselves, each with all left out that
 from collections import namedtuple
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from libc.math cimport INFINITY
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from shmring.core.compiled cimport (
     CLIENT_SLOT_STATES, ENGINE_SLOT_STATES, LEASE_STATES, Bounds, BaseClaim, ClientBook, ClientEnd, ClientSlotRecord, Content, ContentRegions,
-    EngineBook, EngineEnd, BaseFrontend, Lending, Lent, Mapping, Packed, PayloadDecoder, Placement, RecordReader, RecordHandler, RecordWriter, Regions,
+    EngineBook, EngineEnd, BaseFrontend, Lending, Lent, Mapping, Packed, PayloadDecoder, Placement, LinkReader, Poller, RecordHandler, RecordWriter, Regions,
     RunAllocator, SlotNumbers, Submit, TensorMaker,
 )
 
-from shmring.core.compiled import MAX_VALUES, Numbered, BaseSubmission
+from shmring.core.compiled import MAX_VALUES, Numbered, BaseSubmission, ring_nbytes
 from shmring.core.geometry import ClientBookLimits
 from shmring.core.states import ClientSlot
 
@@ -248,9 +249,63 @@ cdef class ColdTaker(RecordHandler):
         return False
 
 
-def hear(RecordReader reader not None, RecordHandler taker not None):
+class _Ending:
+    """A link that is told of the end of its ring."""
+
+    def ended(self):
+        pass
+
+
+def deliver(LinkReader reader not None, take):
+    """Takes what has come, as a link does in its turn, and raises what the link would be told of; returns how many records."""
+    reader.attend(Poller(None), _Ending(), take, RecordWriter(bytearray(ring_nbytes(64)), -1), busy_poll_s=0)
+    reader.records_left = 64
+    return reader._deliver(INFINITY)
+
+
+def say_awake(LinkReader reader not None):
+    """Says that a reader has turns, though nobody gives it any."""
+    reader.awake = True
+
+
+def hear(LinkReader reader not None, RecordHandler taker not None):
     """Takes what has come, as an end does that looks for it between two turns."""
+    say_awake(reader)
     return reader.hear(taker)
+
+
+def hold_reader(LinkReader reader not None):
+    """A reader takes nothing, and has no turns, until :func:`let_read`: as if it were another process's, in the middle of a record."""
+    reader.is_reading = True
+    reader._forks += 1
+
+
+def let_read(LinkReader reader not None):
+    reader.is_reading = False
+    reader._forks -= 1
+
+
+cdef class LinkInPython(LinkReader):
+    """A link of a poller; what it does in its turns is written in Python."""
+
+    cdef bint take_turn(self, double now) except -1:
+        return self.has_turn(now)
+
+    cdef bint falls_asleep(self, double now, bint at_once) except -1:
+        self.awake = not self.may_sleep(now, at_once)
+        return not self.awake
+
+
+cdef class ToldAfterTurns(LinkReader):
+    """A reader that says after each turn, and before it may fall asleep, whether it has found something."""
+
+    cdef public object told
+
+    cdef bint take_turn(self, double now) except -1:
+        cdef bint found = LinkReader.take_turn(self, now)
+        if self.told is not None:
+            self.told(found)
+        return found
 
 
 def largest_run(RunAllocator allocator not None):

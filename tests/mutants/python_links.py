@@ -72,75 +72,6 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "shmring/transport/polling.py",
-        (
-            "a link that had its turn comes first again",
-            "                    awake.append(link)\n                    self._arm()",
-            "                    awake.appendleft(link)\n                    self._arm()",
-            "tests/transport/test_polling.py::test_links_have_their_turns_in_turn_and_none_is_left_out",
-        ),
-        (
-            "a link that has looked in vain never tries again",
-            "if self._vain < _VAIN_VIGILS or not self._vain % _RETRY:",
-            "if self._vain < _VAIN_VIGILS:",
-            "tests/transport/test_polling.py::test_two_ends_that_both_sleep_find_out_that_they_need_not",
-        ),
-        (
-            "a link that looks in vain again and again looks each time",
-            "if self._vain < _VAIN_VIGILS or not self._vain % _RETRY:",
-            "if True:",
-            "tests/transport/test_polling.py::test_a_link_that_looks_in_vain_sleeps_at_once_and_tries_again_now_and_then",
-        ),
-        (
-            "a link that has found something looks no more after a while",
-            "        if now_s < self._until_s:\n            self._vain = 0\n",
-            "",
-            "tests/transport/test_polling.py::test_a_link_that_looks_in_vain_sleeps_at_once_and_tries_again_now_and_then",
-        ),
-        (
-            "a turn takes as long as its links want",
-            "            if now > turn_end_s:\n                break\n",
-            "",
-            "tests/transport/test_polling.py::test_a_turn_ends_when_its_time_is_over",
-        ),
-        (
-            "links whose turn has not come wait until somebody wakes one",
-            "        if awake:\n            self._arm()\n        if awake",
-            "        if awake",
-            "tests/transport/test_polling.py::test_a_link_that_falls_asleep_as_the_turn_is_over_leaves_the_others_theirs",
-        ),
-        (
-            "a link that raises in its turn has no further one",
-            "            is_awake = True  # also",
-            "            is_awake = False  # also",
-            "tests/transport/test_polling.py::test_a_link_has_turns_as_long_as_there_is_something_and_one_more",
-        ),
-        (
-            "links poll busily though others want the cores",
-            "(now < self._busy_until_s and not is_crowded)",
-            "(now < self._busy_until_s)",
-            "tests/transport/test_polling.py::test_links_sleep_at_once_where_a_yield_costs_more_than_being_woken",
-        ),
-        (
-            "a turn in vain yields each time",
-            "not had_records and (self._found_nothing or self._others_ran)",
-            "not had_records",
-            "tests/transport/test_polling.py::test_who_finds_nothing_lets_others_run",
-        ),
-        (
-            "what yields have lost is never forgotten",
-            "            self._lost_s, self.records = 0.0, 0\n",
-            "",
-            "tests/transport/test_polling.py::test_what_yields_have_brought_long_ago_does_not_count",
-        ),
-        (
-            "links go to sleep at once though yields lost little for each record",
-            "            if self._lost_s > self.records * _WAKE_S:\n",
-            "            if True:\n",
-            "tests/transport/test_polling.py::test_links_go_on_looking_where_a_yield_brings_more_than_it_costs",
-        ),
-    ),
-    *faults_in(
         "shmring/transport/link.py",
         (
             "the room that a sender expected is waited for by the next backlog",
@@ -153,12 +84,6 @@ FAULTS = (
             "            await asyncio.sleep(0)\n        while not self._writable",
             "            pass\n        while not self._writable",
             "tests/transport/test_link.py::test_a_peer_that_reads_at_once_does_not_keep_the_loop",
-        ),
-        (
-            "records that were read ring no bell for who waits for room",
-            "            elif count:\n                reader.ring_bell()\n",
-            "",
-            "tests/transport/test_link.py::test_a_peer_that_waits_for_room_is_rung_for_when_there_is_some",
         ),
         (
             "a flushed backlog rings no bell",
@@ -203,25 +128,6 @@ FAULTS = (
             "tests/transport/test_link.py::test_drain_fails_when_the_connection_ends",
         ),
         (
-            "a record that comes between the last look and sleeping is not seen",
-            "or not self.reader.sleep():",
-            "or self.reader.sleep() is None:",
-            "tests/transport/test_link.py::test_a_link_that_falls_asleep_has_looked_again",
-        ),
-        (
-            "a caller that looks takes more than a turn's budget",
-            "reader.is_reading or not reader.records_left or not reader.has_more()",
-            "reader.is_reading or not reader.has_more()",
-            "tests/transport/test_link.py",
-            "Equivalent: of a budget of no records, none is delivered. This saves the attempt.",
-        ),
-        (
-            "a record that is delivered delivers the next ones inside itself",
-            "if reader.is_reading or not reader.records_left",
-            "if not reader.records_left",
-            "tests/transport/test_link.py::test_looking_within_a_delivery_delivers_nothing_in_between",
-        ),
-        (
             "a link that lingers for a peer that does not read does so for ever",
             "            self._lingering = self._loop.call_later(_LINGER_S, self._end)",
             "            pass",
@@ -256,12 +162,6 @@ FAULTS = (
             "for start in range(0, len(numbers), most)]",
             "for start in range(0, min(1, len(numbers)), most)]",
             "tests/transport/test_link.py::test_a_long_list_of_ids_travels_in_parts",
-        ),
-        (
-            "a link's last words are read within a turn's budget",
-            "            self.reader.records_left = RECORDS_IN_TURN\n            if not self._read():",
-            "            if not self._read():",
-            "tests/transport/test_link.py::test_the_last_words_of_a_process_that_has_died_are_read_at_once",
         ),
         (
             "a violated link goes on delivering",

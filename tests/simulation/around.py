@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from shmring.cancellation import uninterrupted
-from shmring.core.compiled import Mapping, Packed, RecordReader, RecordWriter, ring_nbytes
+from shmring.core.compiled import LinkReader, Mapping, Packed, RecordWriter, ring_nbytes
 from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
 from shmring.core.messages import EngineMessage, FrontendMessage
 from shmring.errors import PeerLostError, RemoteProtocolError
@@ -71,6 +71,7 @@ class End:
         poller: object,
         *,
         max_backlog_nbytes: int,
+        busy_poll_s: float,
     ) -> None:
         wire = connected.wire
         self.lost = False
@@ -178,11 +179,11 @@ class End:
     abort = close
 
 
-def _always_news() -> RecordReader:
+def _always_news() -> LinkReader:
     """Returns the reader of a ring in which there is something, and which is asleep: who looks there has the end polled."""
     memory = bytearray(ring_nbytes(64))
     RecordWriter(memory, -1).write(b"")
-    return RecordReader(memory, -1)
+    return LinkReader(memory, -1)
 
 
 class Watch:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from shmring.core.compiled import WORKER_PAGE_NBYTES, JoinedWorker, Mapping, RecordReader
+from shmring.core.compiled import WORKER_PAGE_NBYTES, JoinedWorker, LinkReader, Mapping
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.errors import (
     CapacityError,
@@ -118,7 +118,7 @@ class EngineWorker(_Worker):
         self.theirs: socket.socket = pair[1]
         ours.setblocking(False)
         self.towards.start(self, ours)
-        self.attach(fan_out.book.join(rank, self.page, self.link.writer), RecordReader(bytearray(1 << 13), -1))
+        self.attach(fan_out.book.join(rank, self.page, self.link.writer), LinkReader(bytearray(1 << 13), -1))
 
     def hear(self) -> None:
         """Reads one record of the worker."""

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import os
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shmring.core.compiled import GIVING_UP, RecordReader, RecordWriter, RingMemory
+from shmring.core.compiled import GIVING_UP, RECORDS_IN_TURN, TURN_S, Poller, RecordReader, RecordWriter, RingMemory
 from shmring.core.messages import (
     MAX_LISTED,
     Abort,
@@ -25,10 +24,10 @@ from shmring.core.messages import (
 )
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.transport import link as link_module
-from shmring.transport import polling
 from shmring.transport.link import Link
-from shmring.transport.polling import RECORDS_IN_TURN, Poller
+from shmring.transport.loops import poller_of
 from shmring.transport.rings import map_rings, sealed_rings
+from tests.model.inside import ToldAfterTurns
 from tests.tables import for_each
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -71,7 +70,14 @@ class Owner:
 class End:
     """A link; at the other end are a plain socket, a reader and a writer."""
 
-    def __init__(self, poller: Poller | None = None, *, capacity: int = 64 * KIB, max_backlog_nbytes: int = 1 << 20) -> None:
+    def __init__(
+        self,
+        poller: Poller | None = None,
+        *,
+        capacity: int = 64 * KIB,
+        max_backlog_nbytes: int = 1 << 20,
+        busy_poll_s: float = 0.0,
+    ) -> None:
         self.socket, self.peer = socket.socketpair()
         self.socket.setblocking(False)
         self.peer.setblocking(False)
@@ -88,8 +94,9 @@ class End:
             self.socket,
             self.incoming,
             self.outgoing,
-            poller or Poller(asyncio.get_running_loop()),
+            poller or poller_of(asyncio.get_running_loop()),
             max_backlog_nbytes=max_backlog_nbytes,
+            busy_poll_s=busy_poll_s,
         )
 
     def say(self, *messages: FrontendMessage) -> None:
@@ -136,7 +143,7 @@ class End:
 async def open_end() -> AsyncIterator[Callable[..., End]]:
     ends: list[End] = []
 
-    def attach(poller: Poller | None = None, **limits: int) -> End:
+    def attach(poller: Poller | None = None, **limits: Any) -> End:
         ends.append(End(poller, **limits))
         ends[-1].link.start()
         return ends[-1]
@@ -152,9 +159,9 @@ async def open_end() -> AsyncIterator[Callable[..., End]]:
 async def asleep(open_end: Any, eventually: Any) -> Callable[..., Awaitable[End]]:
     """``await asleep()``: an end that has found nothing to read."""
 
-    async def attach(*arguments: Any, **limits: int) -> End:
+    async def attach(*arguments: Any, **limits: Any) -> End:
         end: End = open_end(*arguments, **limits)
-        await eventually(lambda: not end.link._awake)
+        await eventually(lambda: not end.link.awake)
         return end
 
     return attach
@@ -162,6 +169,11 @@ async def asleep(open_end: Any, eventually: Any) -> Callable[..., Awaitable[End]
 
 def large(nbytes: int) -> Call:
     return Call(1, "large", bytes(nbytes))
+
+
+def without_time() -> Poller:
+    """A poller for which no time passes."""
+    return Poller(asyncio.get_running_loop(), clock=lambda: 0.0)
 
 
 # -- messages -----------------------------------------------------------------------------------------------------------
@@ -230,10 +242,8 @@ async def test_a_sleeper_is_woken_by_one_bell(asleep: Any, eventually: Any) -> N
     await eventually(lambda: end.owner.messages == [Abort(1), Abort(2)])
 
 
-async def test_who_is_awake_needs_no_bell(asleep: Any, turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polling, "_VIGIL_S", 60.0)
-    monkeypatch.setattr(Poller, "_has_lost", lambda *_: None)  # what others take of the core is not the question
-    end = await asleep()
+async def test_who_is_awake_needs_no_bell(asleep: Any, turns: Any) -> None:
+    end = await asleep(without_time())  # what others take of the core is not the question
     end.say(Abort(0))
     for number in range(1, 500):
         while len(end.owner.messages) < number:
@@ -256,18 +266,18 @@ async def test_an_awake_peer_is_not_rung_for(open_end: Any) -> None:
     assert end.link.bells == end.bells() == 1
 
 
-async def test_a_link_that_falls_asleep_has_looked_again(open_end: Any, eventually: Any) -> None:
+async def test_a_link_that_falls_asleep_has_looked_again(
+    open_end: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is published between its last look and its sleep is not rung for: the peer has looked at the flag before."""
+    monkeypatch.setattr(link_module, "LinkReader", ToldAfterTurns)
     end = open_end()
-    take_turn = end.link.take_turn
 
-    def be_told_just_afterwards(deadline_s: float) -> bool:
-        found = take_turn(deadline_s)
+    def be_told_just_afterwards(found: bool) -> None:
         if not found and not end.owner.messages:
             end.say(Abort(1))
-        return found
 
-    end.link.take_turn = be_told_just_afterwards  # type: ignore[method-assign]
+    end.link.reader.told = be_told_just_afterwards
     await eventually(lambda: end.owner.messages == [Abort(1)])
     assert end.writer.bells == 0
 
@@ -305,9 +315,8 @@ async def test_looking_within_a_delivery_delivers_nothing_in_between(open_end: A
     assert order == ["begin 1", "end 1", "begin 2", "end 2"]
 
 
-async def test_a_turn_delivers_no_more_than_it_may(open_end: Any, turns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "perf_counter", lambda: 0.0)  # however long that takes: a turn also ends after a set time
-    end = open_end()
+async def test_a_turn_delivers_no_more_than_it_may(open_end: Any) -> None:
+    end = open_end(without_time())  # however long that takes: a turn also ends after a set time
     end.say(*[Abort(number) for number in range(3 * RECORDS_IN_TURN)])
     counts = []
     for _ in range(4):
@@ -316,11 +325,10 @@ async def test_a_turn_delivers_no_more_than_it_may(open_end: Any, turns: Any, mo
     assert counts == [RECORDS_IN_TURN, 2 * RECORDS_IN_TURN, 3 * RECORDS_IN_TURN, 3 * RECORDS_IN_TURN]
 
 
-async def test_messages_that_take_long_do_not_hold_up_another_link(open_end: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_that_take_long_do_not_hold_up_another_link(open_end: Any) -> None:
     """However much one peer has said, the others are heard within one turn of each of those that are awake."""
     now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    poller = Poller(asyncio.get_running_loop())
+    poller = Poller(asyncio.get_running_loop(), clock=lambda: now[0])
     slow = [open_end(poller) for _ in range(4)]
     for end in slow:
         end.owner.on_message = lambda message: now.__setitem__(0, now[0] + 0.0016)  # as long as one lease request once took
@@ -333,7 +341,7 @@ async def test_messages_that_take_long_do_not_hold_up_another_link(open_end: Any
         waited += 1
     assert waited <= 3
     assert max(len(end.owner.messages) for end in slow) <= 2
-    assert now[0] <= 3 * (polling._TURN_S + 0.0016)
+    assert now[0] <= 3 * (TURN_S + 0.0016)
 
 
 # -- a full ring --------------------------------------------------------------------------------------------------------
@@ -465,7 +473,7 @@ async def test_a_record_that_found_the_ring_full_is_sent_in_its_turn(open_end: A
 
 async def test_who_writes_to_the_ring_itself_stays_awake_for_the_answer(asleep: Any) -> None:
     """If it is to poll busily; then its peer does not ring for it."""
-    end = await asleep(Poller(asyncio.get_running_loop(), 60.0))
+    end = await asleep(busy_poll_s=60.0)
     assert end.link.writer.write(encode_message(Abort(1)))
     end.link.published()
     end.say(Abort(2))

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import shmring
+from shmring.core.compiled import LINK_S, TURN_S, VAIN_VIGILS, VIGIL_RETRY, VIGIL_S, Poller, RecordWriter, Vigil, ring_nbytes
 from shmring.core.messages import Refused
-from shmring.transport import polling
-from shmring.transport.polling import LINK_S, Poller, Vigil
+from shmring.transport import loops
+from tests.model.inside import LinkInPython
 from tests.sessions import session_of
 from tests.tables import for_each
 
@@ -36,10 +37,11 @@ class Loop:
         return bool(self.due)
 
 
-class Link:
+class Link(LinkInPython):
     """Has so many things to do, each of which takes a while."""
 
-    def __init__(self, clock: list[float], works: int = 0, work_s: float = 0.0) -> None:
+    def __init__(self, clock: list[float], works: int = 0, work_s: float = 0.0, memory: bytearray | None = None) -> None:
+        super().__init__(bytearray(ring_nbytes(64)) if memory is None else memory, -1)
         self.clock = clock
         self.works = works
         self.work_s = work_s
@@ -47,25 +49,32 @@ class Link:
         self.asleep = False
         self.restless = 0  # times that something comes just when it would fall asleep
 
-    def take_turn(self, deadline_s: float) -> bool:
-        self.turns.append(deadline_s - self.clock[0])
+    def has_turn(self, now_s: float) -> bool:
+        self.turns.append(now_s + LINK_S - self.clock[0])
         if not self.works:
             return False
         self.works -= 1
         self.clock[0] += self.work_s
         return True
 
-    def fall_asleep(self, now_s: float, at_once: bool) -> bool:
+    def may_sleep(self, now_s: float, at_once: bool) -> bool:
         self.restless -= 0 if at_once else 1
         self.asleep = at_once or self.restless < 0
         return self.asleep
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(polling.time, "perf_counter", lambda: now[0])
-    return now
+def clock() -> list[float]:
+    return [100.0]
+
+
+def poller_of(loop: Loop, clock: list[float], give_way: Callable[[], object] = lambda: None) -> Poller:
+    return Poller(loop, clock=lambda: clock[0], give_way=give_way)  # type: ignore[arg-type]
+
+
+def wake(poller: Poller, link: Link) -> None:
+    link.attend(poller, link, print, RecordWriter(bytearray(ring_nbytes(64)), -1), busy_poll_s=0.0)
+    link.rouse()
 
 
 def turns_until_asleep(loop: Loop) -> int:
@@ -78,7 +87,7 @@ def turns_until_asleep(loop: Loop) -> int:
 
 def test_a_link_has_turns_as_long_as_there_is_something_and_one_more(clock: list[float]) -> None:
     loop, link = Loop(), Link(clock, works=5)
-    Poller(loop).wake(link)  # type: ignore[arg-type]
+    wake(poller_of(loop, clock), link)
     assert len(loop.due) == 1
     assert turns_until_asleep(loop) == 6
     assert link.asleep
@@ -87,63 +96,62 @@ def test_a_link_has_turns_as_long_as_there_is_something_and_one_more(clock: list
 def test_a_link_that_does_not_fall_asleep_has_another_turn(clock: list[float]) -> None:
     loop, link = Loop(), Link(clock)
     link.restless = 3
-    Poller(loop).wake(link)  # type: ignore[arg-type]
+    wake(poller_of(loop, clock), link)
     assert turns_until_asleep(loop) == 4
 
 
-def turns_while_others_run(
-    poller: Poller, loop: Loop, clock: list[float], monkeypatch: pytest.MonkeyPatch, yield_s: float
-) -> int:
-    """How many turns a link has that polls busily for a second, where each yield takes so long."""
-
-    def others_run() -> None:
-        clock[0] += yield_s
-        poller.records += 16
-
-    monkeypatch.setattr(polling.os, "sched_yield", others_run)
+def turns_while_others_run(poller: Poller, loop: Loop, clock: list[float]) -> int:
+    """How many turns a link has that polls busily for a second, where each yield takes as long as the others run."""
     link = Link(clock)
     link.restless = 1_000_000
     began = clock[0]
-    poller.wake(link)  # type: ignore[arg-type]
-    poller.extend()
+    wake(poller, link)
+    poller.extend(1.0)
     while loop.iterate() and clock[0] < began + 0.2:
         pass
     return len(link.turns)
 
 
-def test_links_sleep_at_once_where_a_yield_costs_more_than_being_woken(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def busy_poller(loop: Loop, clock: list[float], yields_s: list[float]) -> Poller:
+    """A poller each of whose yields takes so long, while some records come."""
+
+    def others_run() -> None:
+        clock[0] += yields_s[0]
+        poller.records += 16
+
+    poller = poller_of(loop, clock, others_run)
+    return poller
+
+
+def test_links_sleep_at_once_where_a_yield_costs_more_than_being_woken(clock: list[float]) -> None:
     loop = Loop()
-    poller = Poller(loop, busy_poll_s=1.0)  # type: ignore[arg-type]
-    assert turns_while_others_run(poller, loop, clock, monkeypatch, 0.004) < 10
-    assert turns_while_others_run(poller, loop, clock, monkeypatch, 0.004) == 1  # still
+    poller = busy_poller(loop, clock, [0.004])
+    assert turns_while_others_run(poller, loop, clock) < 10
+    assert turns_while_others_run(poller, loop, clock) == 1  # still
     clock[0] += 0.3
-    assert 1 < turns_while_others_run(poller, loop, clock, monkeypatch, 0.004) < 10  # tried again, and given up again
+    assert 1 < turns_while_others_run(poller, loop, clock) < 10  # tried again, and given up again
 
 
-def test_what_yields_have_brought_long_ago_does_not_count(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = Loop()
-    poller = Poller(loop, busy_poll_s=1.0)  # type: ignore[arg-type]
-    assert turns_while_others_run(poller, loop, clock, monkeypatch, 0.0005) > 100
-    assert turns_while_others_run(poller, loop, clock, monkeypatch, 0.004) < 20
+def test_what_yields_have_brought_long_ago_does_not_count(clock: list[float]) -> None:
+    loop, yields_s = Loop(), [0.0005]
+    poller = busy_poller(loop, clock, yields_s)
+    assert turns_while_others_run(poller, loop, clock) > 100
+    yields_s[0] = 0.004
+    assert turns_while_others_run(poller, loop, clock) < 20
 
 
 @pytest.mark.parametrize("yield_s", [0.0005, 0.0012])
-def test_links_go_on_looking_where_a_yield_brings_more_than_it_costs(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch, yield_s: float
-) -> None:
+def test_links_go_on_looking_where_a_yield_brings_more_than_it_costs(clock: list[float], yield_s: float) -> None:
     loop = Loop()
-    poller = Poller(loop, busy_poll_s=1.0)  # type: ignore[arg-type]
-    assert turns_while_others_run(poller, loop, clock, monkeypatch, yield_s) > 100
+    assert turns_while_others_run(busy_poller(loop, clock, [yield_s]), loop, clock) > 100
 
 
 def test_links_have_their_turns_in_turn_and_none_is_left_out(clock: list[float]) -> None:
     loop = Loop()
-    poller = Poller(loop)  # type: ignore[arg-type]
+    poller = poller_of(loop, clock)
     links = [Link(clock, works=6, work_s=LINK_S) for _ in range(10)]
     for link in links:
-        poller.wake(link)
+        wake(poller, link)
     while loop.iterate():
         taken = [len(link.turns) for link in links]
         assert max(taken) - min(taken) <= 1
@@ -153,28 +161,28 @@ def test_links_have_their_turns_in_turn_and_none_is_left_out(clock: list[float])
 
 def test_a_turn_ends_when_its_time_is_over(clock: list[float]) -> None:
     loop = Loop()
-    poller = Poller(loop)  # type: ignore[arg-type]
+    poller = poller_of(loop, clock)
     for _ in range(100):
-        poller.wake(Link(clock, works=1, work_s=0.0015))
+        wake(poller, Link(clock, works=1, work_s=0.0015))
     while True:
         before = clock[0]
         more = loop.iterate()
-        assert clock[0] - before <= polling._TURN_S + 0.0015
+        assert clock[0] - before <= TURN_S + 0.0015
         if not more:
             break
 
 
 def test_a_link_that_falls_asleep_as_the_turn_is_over_leaves_the_others_theirs(clock: list[float]) -> None:
     class Slow(Link):
-        def take_turn(self, deadline_s: float) -> bool:
-            clock[0] += polling._TURN_S + 0.001
-            return super().take_turn(deadline_s)
+        def has_turn(self, now_s: float) -> bool:
+            clock[0] += TURN_S + 0.001
+            return super().has_turn(now_s)
 
     loop = Loop()
-    poller = Poller(loop)  # type: ignore[arg-type]
+    poller = poller_of(loop, clock)
     slow, other = Slow(clock), Link(clock)
-    poller.wake(slow)
-    poller.wake(other)
+    wake(poller, slow)
+    wake(poller, other)
     assert loop.iterate()
     assert (slow.asleep, other.turns) == (True, [])
     assert not loop.iterate()
@@ -183,16 +191,16 @@ def test_a_link_that_falls_asleep_as_the_turn_is_over_leaves_the_others_theirs(c
 
 def test_what_a_link_raises_costs_nobody_a_turn(clock: list[float]) -> None:
     class Broken(Link):
-        def take_turn(self, deadline_s: float) -> bool:
-            if super().take_turn(deadline_s):
+        def has_turn(self, now_s: float) -> bool:
+            if super().has_turn(now_s):
                 raise RuntimeError("a bug")
             return False
 
     loop = Loop()
-    poller = Poller(loop)  # type: ignore[arg-type]
+    poller = poller_of(loop, clock)
     broken, other = Broken(clock, works=1), Link(clock, works=1)
-    poller.wake(broken)
-    poller.wake(other)
+    wake(poller, broken)
+    wake(poller, other)
     with pytest.raises(RuntimeError, match="a bug"):
         loop.iterate()
     turns_until_asleep(loop)
@@ -203,17 +211,17 @@ def test_what_a_link_raises_costs_nobody_a_turn(clock: list[float]) -> None:
 
 def test_a_link_that_wakes_another_in_its_turn_falls_asleep_itself(clock: list[float]) -> None:
     loop = Loop()
-    poller = Poller(loop)  # type: ignore[arg-type]
+    poller = poller_of(loop, clock)
     woken = Link(clock)
 
     class Waking(Link):
-        def take_turn(self, deadline_s: float) -> bool:
+        def has_turn(self, now_s: float) -> bool:
             if not self.turns:
-                poller.wake(woken)
-            return super().take_turn(deadline_s)
+                wake(poller, woken)
+            return super().has_turn(now_s)
 
     waking = Waking(clock)
-    poller.wake(waking)
+    wake(poller, waking)
     assert turns_until_asleep(loop) == 2
     assert (len(waking.turns), len(woken.turns)) == (1, 1)
 
@@ -223,12 +231,13 @@ def test_a_link_that_wakes_another_in_its_turn_falls_asleep_itself(clock: list[f
 
 def test_it_keeps_awake_for_as_long_as_it_says_after_the_last_message(clock: list[float]) -> None:
     loop, link = Loop(), Link(clock)
-    poller = Poller(loop, 0.001)  # type: ignore[arg-type]
-    poller.extend()
-    poller.wake(link)
+    poller = poller_of(loop, clock)
+    poller.extend(0.001)
+    wake(poller, link)
     assert loop.iterate()
     clock[0] += 0.0009
-    poller.extend()
+    poller.extend(0.001)
+    poller.extend(0.0)  # of a link that polls not so long
     clock[0] += 0.0009
     assert loop.iterate()
     clock[0] += 0.0002
@@ -237,7 +246,7 @@ def test_it_keeps_awake_for_as_long_as_it_says_after_the_last_message(clock: lis
 
 
 @pytest.mark.parametrize("others_run_s", [0.0, 0.00002])
-def test_who_finds_nothing_lets_others_run(clock: list[float], monkeypatch: pytest.MonkeyPatch, others_run_s: float) -> None:
+def test_who_finds_nothing_lets_others_run(clock: list[float], others_run_s: float) -> None:
     """Where nobody wants the core, less often: a yield costs half a microsecond."""
     yields: list[int] = []
 
@@ -245,11 +254,10 @@ def test_who_finds_nothing_lets_others_run(clock: list[float], monkeypatch: pyte
         yields.append(1)
         clock[0] += others_run_s
 
-    monkeypatch.setattr(polling.os, "sched_yield", others_run)
     loop, link = Loop(), Link(clock, works=3)
-    poller = Poller(loop, 0.001)  # type: ignore[arg-type]
-    poller.extend()
-    poller.wake(link)
+    poller = poller_of(loop, clock, others_run)
+    poller.extend(0.001)
+    wake(poller, link)
     for _ in range(3):
         loop.iterate()
     assert not yields
@@ -263,42 +271,45 @@ def test_who_finds_nothing_lets_others_run(clock: list[float], monkeypatch: pyte
     assert len(yields) == (3 if others_run_s else 2)
 
 
+def test_what_comes_while_others_run_is_found_in_the_same_turn(clock: list[float]) -> None:
+    """A peer that wanted the core may have answered."""
+    memory = bytearray(ring_nbytes(64))
+    loop, link, other = Loop(), Link(clock, memory=memory), Link(clock)
+    for reader in (link, other):
+        reader.restless = 2
+    poller = poller_of(loop, clock, lambda: RecordWriter(memory, -1).write(b"an answer"))
+    wake(poller, other)
+    wake(poller, link)
+    assert loop.iterate()
+    assert (len(link.turns), len(other.turns)) == (2, 2)
+
+
 @pytest.mark.both_loops
 async def test_both_ends_poll_and_sleep_again(
     serve: Any, connect: Any, eventually: Any, turns: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = 0
-
-    def take_turn(poller: Poller) -> None:
-        nonlocal looks
-        looks += 1
-        original(poller)
-
-    original = Poller._turn
-    monkeypatch.setattr(Poller, "_turn", take_turn)
-    monkeypatch.setattr(Poller, "_has_lost", lambda *_: None)  # where others want the core, nobody polls
+    now = [100.0]  # it stands still, or a busy machine makes it seem that they sleep
+    monkeypatch.setattr(loops, "Poller", lambda loop, **options: Poller(loop, clock=lambda: now[0], **options))
 
     async def handle(claim: shmring.Claim) -> None:
         await claim.reply(int(claim.payload["x"].sum()))
 
     ring = await serve(busy_poll_s=0.1)
     client = await connect(busy_poll_s=0.1)
-    pollers = [ring._shell.life.poller, session_of(client).link._poller]
-    for poller in pollers:
-        poller._busy_poll_s = 60.0  # or a busy machine makes it seem that they sleep
+    poller = ring._shell.life.poller
+    assert session_of(client).link._poller is poller, "each loop has one"
     running = asyncio.create_task(ring.run(handle))
     for value in range(20):
         assert await client.request({"x": torch.full((1000,), value)}) == 1000 * value
     bells = session_of(client).link.bells
     [frontend] = ring._shell._frontends.values()
     assert bells + frontend.link.bells <= 4, "who polls needs no bell"
-    assert all(poller._armed for poller in pollers)
-    for poller in pollers:
-        poller._busy_until_s = 0.0  # the minute is over
-    await eventually(lambda: not any(poller._armed for poller in pollers))
-    looks_before = looks
+    assert poller.is_due
+    now[0] += 0.2
+    await eventually(lambda: not poller.is_due)
+    turns_before = poller.turns
     await turns()
-    assert looks == looks_before > 0
+    assert poller.turns == turns_before > 0
     running.cancel()
 
 
@@ -354,7 +365,7 @@ async def test_who_polls_and_has_nothing_in_hand_looks_before_the_loop_goes_on(
 async def test_without_it_an_end_that_has_nothing_to_do_sleeps(serve: Any, connect: Any, eventually: Any) -> None:
     ring = await serve()
     client = await connect()
-    await eventually(lambda: not ring._shell.life.poller._armed and not session_of(client).link._poller._armed)
+    await eventually(lambda: not ring._shell.life.poller.is_due and not session_of(client).link._poller.is_due)
 
 
 @for_each("seconds", [-0.001, 0.2])
@@ -370,11 +381,11 @@ def vigils(vigil: Vigil, starts: int, *, found: bool, now_s: float = 0.0) -> int
     for _ in range(starts):
         now_s += 1.0
         vigil.begin(now_s)
-        kept += not vigil.is_over(now_s + polling._VIGIL_S / 2)
+        kept += not vigil.is_over(now_s + VIGIL_S / 2)
         if found:
-            vigil.begin(now_s + polling._VIGIL_S / 2)
+            vigil.begin(now_s + VIGIL_S / 2)
             continue
-        assert vigil.is_over(now_s + 2 * polling._VIGIL_S)
+        assert vigil.is_over(now_s + 2 * VIGIL_S)
     return kept
 
 
@@ -384,10 +395,10 @@ def test_a_link_looks_on_for_a_moment_after_a_record_came() -> None:
 
 def test_a_link_that_looks_in_vain_sleeps_at_once_and_tries_again_now_and_then() -> None:
     vigil = Vigil()
-    assert vigils(vigil, polling._VAIN_VIGILS, found=False) == polling._VAIN_VIGILS
-    assert 0 < vigils(vigil, 10 * polling._RETRY, found=False) <= 11
+    assert vigils(vigil, VAIN_VIGILS, found=False) == VAIN_VIGILS
+    assert 0 < vigils(vigil, 10 * VIGIL_RETRY, found=False) <= 11
     vigil = Vigil()
-    vigils(vigil, polling._RETRY, found=False)
+    vigils(vigil, VIGIL_RETRY, found=False)
     assert vigils(vigil, 2, found=True) == 2, "one that helped is believed"
 
 
@@ -396,15 +407,15 @@ def test_two_ends_that_both_sleep_find_out_that_they_need_not() -> None:
     waking_s, answering_s = 50e-6, 50e-6
     ends = Vigil(), Vigil()
     for vigil in ends:
-        vigils(vigil, polling._VAIN_VIGILS, found=False)  # something has held both up for a while
+        vigils(vigil, VAIN_VIGILS, found=False)  # something has held both up for a while
     now_s, looked = 1000.0, []
-    for number in range(4 * polling._RETRY):  # records that the two send each other in turn
+    for number in range(4 * VIGIL_RETRY):  # records that the two send each other in turn
         ends[number % 2].begin(now_s)
         now_s += answering_s
         looked.append(not ends[1 - number % 2].is_over(now_s))
         now_s += 0.0 if looked[-1] else waking_s
     assert not looked[0]
-    assert all(looked[-polling._RETRY :])
+    assert all(looked[-VIGIL_RETRY:])
 
 
 async def test_an_end_with_nothing_to_do_sleeps(serve: Any, connect: Any) -> None:
@@ -418,5 +429,5 @@ async def test_an_end_with_nothing_to_do_sleeps(serve: Any, connect: Any) -> Non
             await submission.next()
     [frontend] = ring._shell._frontends.values()
     async with asyncio.timeout(5):
-        while frontend.link._awake or session_of(client).link._awake:
+        while frontend.link.awake or session_of(client).link.awake:
             await asyncio.sleep(0.001)
