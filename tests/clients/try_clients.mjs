@@ -97,6 +97,9 @@ async function trySpeech() {
   const heard = await experimental_transcribe({ model: hearing, audio: RECORDING, providerOptions: { openai: { language: 'en' } } });
   assert.deepEqual([heard.text, heard.language, heard.durationInSeconds], [text, 'en', SECONDS]);
   assert.equal(heard.segments.map((segment) => segment.text).join('').trim(), text);
+  const openai = { language: 'en', timestampGranularities: ['word'] };
+  const timed = await experimental_transcribe({ model: hearing, audio: RECORDING, providerOptions: { openai } });
+  assert.equal(timed.segments.map((word) => word.text).join(''), text.replaceAll(/\s/g, ''));
 }
 
 async function tryResponses() {
@@ -109,6 +112,9 @@ async function tryResponses() {
   const again = await client.responses.create({ model, input: [output], previous_response_id: answer.id, tools });
   assert.equal(again.output_text, RAIN);
   assert.equal((await client.responses.retrieve(again.id)).output_text, RAIN);
+  const kinds = [];
+  for await (const item of client.responses.inputItems.list(again.id, { order: 'asc', limit: 2 })) kinds.push(item.type);
+  assert.deepEqual(kinds, ['message', 'message', 'function_call', 'function_call_output']);
   await client.responses.delete(again.id);
   await assert.rejects(client.responses.retrieve(again.id), OpenAI.NotFoundError);
   let text = '';

@@ -131,6 +131,8 @@ def try_responses(url: str, model: str) -> None:
     going_on = client.responses.create(model=model, input=[returned], previous_response_id=answer.id, tools=[tool])
     assert going_on.output_text == RAIN
     assert client.responses.retrieve(going_on.id).output_text == RAIN
+    kinds = [item.type for item in client.responses.input_items.list(going_on.id, order="asc", limit=2)]  # in pages
+    assert kinds == ["message", "message", "function_call", "function_call_output"]
     client.responses.delete(going_on.id)
     try:
         client.responses.create(model=model, input="Hello", previous_response_id=going_on.id)
@@ -333,6 +335,11 @@ def try_speech(url: str, model: str) -> None:
     )
     assert (verbose.text, verbose.duration, verbose.language) == (text, SECONDS, "english")
     assert "".join(segment.text for segment in verbose.segments).strip() == text
+    timed = client.audio.transcriptions.create(
+        model=model, file=file, language="en", response_format="verbose_json", timestamp_granularities=["word", "segment"]
+    )
+    assert "".join(word.word for word in timed.words) == "".join(timed.text.split())
+    assert all(0 <= word.start <= word.end <= SECONDS for word in timed.words)
     subtitles = client.audio.transcriptions.create(model=model, file=file, language="en", response_format="srt")
     assert subtitles.count(" --> ") == len(verbose.segments)
     events = list(client.audio.transcriptions.create(model=model, file=file, language="en", stream=True))

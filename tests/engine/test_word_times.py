@@ -108,6 +108,23 @@ def test_words_are_said_in_their_order_and_are_the_text(executor: SpeechExecutor
     assert len({word.start_s for word in words}) > len(words) // 2
 
 
+def test_words_last_until_what_follows_begins(executor: SpeechExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mark of time is something that follows, and a token of a word is not."""
+    tokenizer = executor._checkpoint.tokenizer
+    parts = ["<|0.00|>", *tokenizer.tokenize(" the boat is"), "<|4.00|>", "<|4.00|>", *tokenizer.tokenize(" red"), "<|6.00|>"]
+    script = iter([*tokenizer.convert_tokens_to_ids(parts), tokenizer.eos_token_id])
+    monkeypatch.setattr(executor, "_next_token", lambda *_: (next(script), -0.1))
+    times_s = [0.1 * number for number in range(len(parts) + 1)]
+    monkeypatch.setattr(executor, "_time_tokens", lambda *_: times_s)
+    first, second = segments_of(hear(executor, ask(10.0, language="en", words=True)))
+    assert (first.text, second.text) == (" the boat is", " red")
+    words = [*first.words, *second.words]
+    assert [word.text for word in words] == ["the", "boat", "is", "red"]
+    marks = [times_s[number] for number, token in enumerate(parts) if token.startswith("<|")]
+    assert [word.end_s for word in words] == [words[1].start_s, words[2].start_s, marks[1], marks[3]]
+    assert (words[0].start_s, words[3].start_s) == (times_s[1], times_s[parts.index("<|4.00|>") + 2])
+
+
 def test_a_model_that_does_not_name_its_heads_says_nothing_of_words(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = speech_windows.SpeechModel.__init__
 

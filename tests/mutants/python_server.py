@@ -689,4 +689,64 @@ FAULTS = (
             "tests/frontend/test_bodies.py::test_a_body_that_is_refused_midway_takes_no_memory_while_its_rest_is_read",
         ),
     ),
+    *faults_in(
+        "shmring/frontend/openai/input_items.py",
+        (
+            "a page of items begins with the one that it is to come after",
+            "in enumerate(named, 1) if name == page.after",
+            "in enumerate(named) if name == page.after",
+            "tests/frontend/test_stored_responses.py::test_the_input_of_a_response_is_listed",
+        ),
+        (
+            "items without a name get the same one",
+            'in{place}"',
+            'in"',
+            "tests/frontend/test_stored_responses.py::test_the_input_of_a_response_is_listed",
+        ),
+    ),
+    *faults_in(
+        "engine/executors/speech_windows.py",
+        (
+            "the next windows have the caller's prompt, too",
+            "transcript.prompt if transcript.next_s == 0 else []",
+            "transcript.prompt",
+            "tests/engine/test_speech.py::test_what_was_said_before_stands_before_the_first_window",
+        ),
+        (
+            "words end where they begin",
+            "places[of_word[-1]] + 1",
+            "places[of_word[0]]",
+            "tests/engine/test_word_times.py::test_words_last_until_what_follows_begins",
+        ),
+        (
+            "words of later windows are said at the beginning",
+            "                    window.start_s + min(times_s[places[of_word[0]]]",
+            "                    min(times_s[places[of_word[0]]]",
+            "tests/engine/test_word_times.py::test_words_are_said_in_their_order_and_are_the_text",
+        ),
+    ),
+    *faults_in(
+        "engine/executors/word_times.py",
+        (
+            "tokens look from where they stand, and not from where they were chosen",
+            "[first:]",
+            "[first + 1 :]",
+            "tests/engine/test_word_times.py::test_the_weights_are_those_of_transformers",
+        ),
+        (
+            "heads are those of the layer's first one",
+            "queries[layer][:, head * width : (head + 1) * width]",
+            "queries[layer][:, :width]",
+            "tests/engine/test_word_times.py::test_the_weights_are_those_of_transformers",
+        ),
+    ),
+    *faults_in(
+        "shmring/frontend/inference.py",
+        (
+            "the form of a function is sought by a part of its name",
+            "parameters_of(tool.function.name) in message",
+            "tool.function.name[:1] in message",
+            "tests/frontend/test_inference_tools.py::test_a_form_that_is_refused_is_named_where_its_caller_has_written_it",
+        ),
+    ),
 )
