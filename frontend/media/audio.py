@@ -44,7 +44,7 @@ from shmring.frontend.media.container import (
     track_of_piece,
     tracks,
 )
-from shmring.frontend.media.damage import Shortfall, accepted_shortfall, joined, largest, missing_packets
+from shmring.frontend.media.damage import Shortfall, accepted_shortfall, joined, largest, missing_packets, of_all_parts
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.mel import LogMelWriter, num_mel_frames
 from shmring.frontend.media.mixing import Mixture, check_format, mixed
@@ -60,6 +60,7 @@ _SLACK_S = 0.25
 _MAX_AMPLITUDE = 16.0
 # Some store whole numbers as floating point, up to 32 768 or 2 147 483 648.
 _MAX_WHOLE_AMPLITUDE = 2.0**31
+_COUNTING = ("flac",)  # formats in which a gap between two packets is a loss: each has the number of its first sample
 _ADTS = ("aac", "mpegts")  # formats in which each packet of AAC says its rate
 _ADTS_RATES = (96_000, 88_200, 64_000, 48_000, 44_100, 32_000, 24_000, 22_050, 16_000, 12_000, 11_025, 8000, 7350, 0, 0, 0)
 _MAX_PACKETS = 500_000  # ten minutes of Opus in its shortest frames, 2.5 ms, are 240 000
@@ -266,12 +267,12 @@ class _Survey:
         self._seams: Seams | None = None
         self._time_base = Fraction(1)
         self._num_packets = 0
-        self._shortfalls: list[Shortfall] = []
+        self._missing: list[tuple[list[Shortfall], float]] = []
         self._unread: list[tuple[Piece, MediaError]] = []
 
     def all_shortfalls(self, pieces: list[Piece]) -> list[Shortfall]:
         """Returns what is missing."""
-        missing = [*self._shortfalls, *missing_pieces(pieces, self._unread)]
+        missing = [*of_all_parts(self._missing), *missing_pieces(pieces, self._unread)]
         return [*largest(missing), *joined(self._seams.times_s if self._seams else [])]
 
     def read(self, file: OpenFile, stream: AudioStream) -> None:
@@ -283,7 +284,7 @@ class _Survey:
         missing = missing_of(
             file, stream, "recording", SOUND_DECODERS, end_s, limits.max_audio_nbytes, limits.max_audio_duration_s
         )
-        self._shortfalls += [*file.shortfalls, *missing]
+        self._missing.append(([*file.shortfalls, *missing], end_s))
         self.tracks.append(stream.index)
 
     def read_further(self, piece: Piece) -> None:
@@ -299,7 +300,7 @@ class _Survey:
             self.read(file, stream)
 
     def _read_packets(self, file: OpenFile, stream: AudioStream) -> float:
-        """Adds up how long the packets last; returns when the last of them ends."""
+        """Adds up how long the packets last; returns when the last of them ends, or how long they last if they can't pause."""
         time_base, longest_s = stream.time_base, self._limits.max_audio_duration_s
         if time_base is None:
             raise MediaError("the recording is damaged: it has no unit of time")
@@ -332,12 +333,14 @@ class _Survey:
                 self._seams.add(position, duration, is_keyframe=False, decoded=position)
             if total > max_total:
                 raise _too_long(longest_s)
-        length_s = float(total * time_base)
+        known_s = length_s = float(total * time_base)
         if not complete:  # some packets do not say how long they last
             length_s = max(length_s, self._seams.length_s() - before_s)
         self.duration_s += length_s
         if self.duration_s > longest_s:
             raise _too_long(longest_s)
+        if file.demuxer in _COUNTING:
+            return known_s
         return max(length_s, float((last - min(first or 0, 0)) * time_base))
 
 

@@ -45,6 +45,7 @@ __all__ = [
     "missing_end",
     "missing_packets",
     "missing_s",
+    "of_all_parts",
     "promised_s",
 ]
 
@@ -78,6 +79,7 @@ class Shortfall:
         cause: why; empty if the file ends early.
         tolerated: how much of it is not counted when shares are compared.
         is_damage: nothing need be missing if not, but the medium is not what its file says.
+        largest_share: of the whole medium, if something is missing in one of its parts.
     """
 
     missing: float
@@ -86,11 +88,14 @@ class Shortfall:
     cause: str = ""
     tolerated: float = 0.0
     is_damage: bool = True
+    largest_share: float = 1.0
 
     @property
     def share(self) -> float:
         """Which share of the medium is missing, 0 to 1."""
-        return min(1.0, max(0.0, self.missing - self.tolerated) / self.promised) if self.promised > 0 else 0.0
+        if self.promised <= 0:
+            return 0.0
+        return min(self.largest_share, max(0.0, self.missing - self.tolerated) / self.promised)
 
     def __str__(self) -> str:
         if not self.missing:
@@ -98,7 +103,8 @@ class Shortfall:
         percent = 100 * self.missing / self.promised
         shown = f"{percent:.2g} %" if percent < 99.5 else "all"
         amount = f"{_number(self.missing)} of {_number(self.promised)} {self.unit}"
-        return f"{amount} ({shown}) {self.cause or 'are missing'}"
+        of_a_part = " in one of its parts" if self.largest_share < 1 else ""
+        return f"{amount} ({shown}) {self.cause or 'are missing'}{of_a_part}"
 
 
 def accepted_shortfall(noun: str, shortfalls: Sequence[Shortfall], max_share: float) -> str:
@@ -129,6 +135,22 @@ def largest(shortfalls: Sequence[Shortfall]) -> list[Shortfall]:
     """Returns those that are told, if each part of a joined file has some of its own."""
     told = list(dict.fromkeys(shortfalls))
     return told if len(told) <= _MAX_TOLD else sorted(told, key=lambda shortfall: -shortfall.share)[:_MAX_TOLD]
+
+
+def of_all_parts(parts: Sequence[tuple[Sequence[Shortfall], float]]) -> list[Shortfall]:
+    """Returns what is missing of a file that was joined; its share is that of all parts together.
+
+    Args:
+        parts: what is missing of each, and how many seconds of it there are.
+    """
+    if len(parts) < 2:
+        return [shortfall for shortfalls, _ in parts for shortfall in shortfalls]
+    shares = [max((shortfall.share for shortfall in shortfalls), default=0.0) for shortfalls, _ in parts]
+    lengths_s = [
+        max(there_s, _ROUNDING_S) / max(1 - share, _ROUNDING_S) for share, (_, there_s) in zip(shares, parts, strict=True)
+    ]
+    lost = sum(share * length_s for share, length_s in zip(shares, lengths_s, strict=True)) / sum(lengths_s)
+    return [dataclasses.replace(shortfall, largest_share=lost) for shortfalls, _ in parts for shortfall in shortfalls]
 
 
 def promised_s(

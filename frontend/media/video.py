@@ -54,7 +54,7 @@ from shmring.frontend.media.container import (
     track_of_piece,
     tracks,
 )
-from shmring.frontend.media.damage import Shortfall, accepted_shortfall, joined, largest, missing_packets
+from shmring.frontend.media.damage import Shortfall, accepted_shortfall, joined, largest, missing_packets, of_all_parts
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
 from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
@@ -231,7 +231,7 @@ def _probe_track(
     for piece in pieces[1:]:
         scan.read_further(piece)
     timeline, first = scan.timeline, scan.first
-    shortfalls = [*scan.shortfalls, *missing_pieces(pieces, scan.unread)]
+    shortfalls = [*of_all_parts(scan.missing), *missing_pieces(pieces, scan.unread)]
     if file.demuxer in _TRUSTED_KEYFRAMES and timeline.num_unreachable:
         cause = f"its first {timeline.num_unreachable} frames come before a frame from which decoding can begin"
         shortfalls.append(Shortfall(missing=0, promised=0, unit="", cause=cause, is_damage=False))
@@ -369,7 +369,7 @@ class _Scan:
         first: the first frame.
         num_pixels: of the largest of the frames that were decoded.
         tracks: the clip's, in each piece.
-        shortfalls: what is missing of those that can be read.
+        missing: what is missing of those that can be read, and how many seconds of each there are.
         unread: those that can't.
     """
 
@@ -383,7 +383,7 @@ class _Scan:
         self.first: VideoFrame | None = None
         self.num_pixels = 0
         self.tracks: list[PieceTrack] = []
-        self.shortfalls: list[Shortfall] = []
+        self.missing: list[tuple[list[Shortfall], float]] = []
         self.unread: list[tuple[Piece, MediaError]] = []
         self._limits = limits
         self._first_index = stream.index
@@ -403,7 +403,7 @@ class _Scan:
             self.first = self.first or frame
         end_s = timeline.piece_end_s()
         missing = missing_of(file, stream, "clip", VIDEO_DECODERS, end_s, limits.max_video_nbytes, limits.max_video_duration_s)
-        self.shortfalls += [*file.shortfalls, *missing]
+        self.missing.append(([*file.shortfalls, *missing], end_s))
 
     def read_further(self, piece: Piece) -> None:
         """Reads a piece that is not the first; if that is impossible, it is missing."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shmring.frontend.media.damage import Shortfall, accepted_shortfall, joined, missing_packets, missing_s
+from shmring.frontend.media.damage import Shortfall, accepted_shortfall, joined, missing_packets, missing_s, of_all_parts
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.options import MediaLimits
 from tests.frontend.media.test_pieces import recording
@@ -150,3 +150,34 @@ def test_an_mp3_promises_the_frames_that_its_first_one_counts(
         recording(data[: len(data) * 77 // 100])
     uncounted = data.replace(b"Xing", b"none").replace(b"Info", b"none")
     assert "missing" not in recording(uncounted[: len(data) * 77 // 100])[1].shortfall
+
+
+def test_what_is_missing_in_a_part_counts_for_the_whole() -> None:
+    lost, whole = missing_s(3.0, 2.0, 600), list[Shortfall]()
+    [alone] = of_all_parts([(lost, 2.0)])
+    assert str(alone) == "1 of 3 s (33 %) are missing"
+    [of_two] = of_all_parts([(lost, 2.0), (whole, 9.0)])
+    assert of_two.share == pytest.approx(1 / 12)
+    assert str(of_two) == "1 of 3 s (33 %) are missing in one of its parts"
+    assert [shortfall.share for shortfall in of_all_parts([(lost, 2.0)] * 9)] == pytest.approx([1 / 3] * 9)
+    [all_of_one] = of_all_parts([(missing_s(3.0, 0.0, 600), 0.0), (whole, 3.0)])
+    assert all_of_one.share > 0.2
+
+
+@for_each(("container", "codec"), [("matroska", "pcm_s16le"), ("aiff", "pcm_s16be"), ("flac", "flac"), ("caf", "pcm_s16le")])
+def test_the_end_of_a_part_is_missing(recording_of: Callable[..., bytes], container: str, codec: str) -> None:
+    noise = np.random.default_rng(3).uniform(-0.5, 0.5, 4 * 16_000)
+    data = recording_of(noise, 16_000, container, codec)
+    _, sound = recording(data[: len(data) * 7 // 8] + data + data)
+    assert "(1" in sound.shortfall.partition(" %")[0]
+    assert " %) are missing in one of its parts; its times begin anew" in sound.shortfall
+    with pytest.raises(MediaError, match="are missing in one of its parts"):
+        recording(data[: len(data) * 7 // 8] + data[: len(data) * 7 // 8])
+
+
+def test_a_flac_that_lacks_something_in_the_middle_says_so(recording_of: Callable[..., bytes]) -> None:
+    data = recording_of(np.random.default_rng(3).uniform(-0.5, 0.5, 10 * 16_000), 16_000, "flac", "flac")
+    lost = data[: len(data) // 2] + data[len(data) * 11 // 20 :]
+    _, sound = recording(lost)
+    assert "of 10 s (" in sound.shortfall
+    assert "are missing" in sound.shortfall
