@@ -85,7 +85,6 @@ _PADDING_PIXELS = 1 << 16
 _MAX_FRAME_SAMPLES = 1 << 20  # of sound, in one packet; FLAC's blocks have 65 536 at most
 
 _NO_PROTOCOLS = {"protocol_whitelist": "none"}  # the name of no protocol
-_TAGGED = ("mp3", "aac", "flac")
 _PROBED = "mp3,aac"  # what libav may find where there is no signature
 
 _Stream = TypeVar("_Stream", AudioStream, VideoStream)
@@ -140,8 +139,8 @@ def split(data: bytes) -> list[Piece]:
     tags_nbytes = _tags_nbytes(data)
     view = memoryview(data)[tags_nbytes:]
     demuxer, start = demuxer_of(view)
-    if tags_nbytes and demuxer not in _TAGGED:
-        demuxer, start = "mp3", 0  # what else has such tags; its demuxer also looks for a beginning further on
+    if tags_nbytes and (demuxer is None or start):
+        demuxer, start = "mp3", 0  # what usually has such tags; its demuxer also looks for a beginning further on
     return pieces_of(view[start:], demuxer)
 
 

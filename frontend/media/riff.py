@@ -20,6 +20,7 @@ import dataclasses
 import itertools
 import re
 import struct
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -108,7 +109,7 @@ class _Wav:
         end = self.place + self.nbytes
         if self.nbytes == 0 and self.riff_nbytes <= self.place:  # what a recorder writes first, and mends at its end
             return len(data), present
-        if self._is_chunk(data, self.padded_end) or self._is_chunk(data, end) or is_another_file(data[self.padded_end :]):
+        if self.is_chunk(data, self.padded_end) or self.is_chunk(data, end) or is_another_file(data[self.padded_end :]):
             return end, self.nbytes
         return (len(data), present) if self.says_to_go_on or self.has_much_behind(data) else (end, self.nbytes)
 
@@ -127,7 +128,7 @@ class _Wav:
         bytes_a_second = int.from_bytes(self.format[_CHUNK_NBYTES + 8 : _CHUNK_NBYTES + 12], self.order)
         return len(data) - self.padded_end > _IGNORED_S * bytes_a_second
 
-    def _is_chunk(self, data: memoryview, place: int) -> bool:
+    def is_chunk(self, data: memoryview, place: int) -> bool:
         """Whether what begins here looks like a chunk: a name of four letters, and a size that fits.
 
         It fits if the chunk is there, or if it ends where the file should.
@@ -180,19 +181,16 @@ def wav_pieces(data: memoryview) -> list[tuple[memoryview, ...]]:
     starts = [match.start() - _NAME_PLACE for match in heads]
     if len(starts) >= _MAX_PARTS:
         raise MediaError(f"the recording is joined of more than the {_MAX_PARTS} WAV files that are accepted")
-    starts = [0, *starts]
-    parts = [data[start:end] for start, end in itertools.pairwise([*starts, len(data)])]
-    wavs = [_read(part) for part in parts]
-    if len(parts) == 1 and (wavs[0] is None or wavs[0].is_readable):
+    parts = [data[start:end] for start, end in itertools.pairwise([0, *starts, len(data)])]
+    wavs = [(wav, part) for part in parts for wav in _read_all(part)]
+    if len(parts) == 1 and len(wavs) < 2 and all(wav.is_readable for wav, _ in wavs):
         return [(data,)]
     pieces: list[list[memoryview]] = []
     promises: list[int] = []
     last: _Wav | None = None
-    for wav, part, start in zip(wavs, parts, starts, strict=True):
-        if wav is None:
-            continue
+    for wav, part in wavs:
         end, promised = wav.extent(part)
-        if abs(start + wav.place + promised - len(data)) <= wav.place:  # its head was set right for the file as a whole
+        if last is None and 0 <= len(data) - promised <= 2 * wav.place:  # its head was set right for the file as a whole
             promised = end - wav.place
         if last is None or (last.order, last.format) != (wav.order, wav.format):
             pieces.append([memoryview(b"")])
@@ -210,6 +208,20 @@ def _head(wav: _Wav, nbytes: int) -> bytes:
     riff_nbytes = 4 + len(wav.format) + _CHUNK_NBYTES + nbytes
     sizes = [min(size, _LARGEST).to_bytes(4, "little") for size in (riff_nbytes, nbytes)]
     return b"RIFF" + sizes[0] + b"WAVE" + wav.plain_format() + b"data" + sizes[1]
+
+
+def _read_all(data: memoryview) -> Iterator[_Wav]:
+    """Reads a WAV file, and yields it once for each of its chunks of samples."""
+    wav = _read(data)
+    while wav is not None:
+        yield wav
+        place, found = wav.padded_end, None
+        while found is None and wav.is_chunk(data, place):
+            nbytes = int.from_bytes(data[place + 4 : place + _CHUNK_NBYTES], wav.order)
+            if bytes(data[place : place + 4]) == b"data":
+                found = dataclasses.replace(wav, place=place + _CHUNK_NBYTES, nbytes=nbytes)
+            place += _CHUNK_NBYTES + nbytes + nbytes % 2
+        wav = found
 
 
 def _read(data: memoryview) -> _Wav | None:

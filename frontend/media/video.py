@@ -111,10 +111,12 @@ class PieceTrack(NamedTuple):
     Attributes:
         stream: its number; None: the piece can't be read.
         first_packet: the number of its first packet.
+        orientation: EXIF's number for how its frames are turned; 1 is as stored.
     """
 
     stream: int | None
     first_packet: int
+    orientation: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,6 @@ class ClipHeader:
 
     Attributes:
         width, height: of its frames, turned as the container asks and scaled down.
-        orientation: EXIF's number for how they are turned; 1 is as stored.
         selection: which frames.
         max_frame_pixels: of a frame as it is stored.
         tracks: the clip's, in each piece of its file.
@@ -135,7 +136,6 @@ class ClipHeader:
 
     width: int
     height: int
-    orientation: int
     selection: Selection
     max_frame_pixels: int
     tracks: tuple[PieceTrack, ...] = ()
@@ -190,7 +190,6 @@ def probe(data: bytes, spec: VideoSpec, limits: MediaLimits, io_kwargs: MediaIoK
         return ClipHeader(
             width=width,
             height=height,
-            orientation=1,
             selection=selection,
             max_frame_pixels=limits.max_frame_pixels,
             is_animation=True,
@@ -266,7 +265,6 @@ def _probe_track(
     return ClipHeader(
         width=width,
         height=height,
-        orientation=orientation,
         selection=selection,
         max_frame_pixels=limits.max_frame_pixels,
         tracks=tuple(scan.tracks),
@@ -315,6 +313,7 @@ def decode_into(
             stream = file.container.streams[track.stream]
             assert isinstance(stream, VideoStream), "a header belongs to its file"
             prepare_decoder(stream, header.max_frame_pixels)
+            writer.orientation = track.orientation
             _decode(file, stream, track.first_packet, writer)
     shortfalls = [*header.shortfalls, *missing_packets(writer.num_damaged, writer.num_attempted, "frames")]
     num_wanted, num_written = len(header.selection.positions), len(writer.timestamps_s)
@@ -391,7 +390,7 @@ class _Scan:
     def read(self, file: OpenFile, stream: VideoStream) -> None:
         """Reads a piece."""
         limits, timeline = self._limits, self.timeline
-        self.tracks.append(PieceTrack(stream.index, timeline.num_packets))
+        first_packet, orientation = timeline.num_packets, 1
         prepare_decoder(stream, limits.max_frame_pixels)
         width, height = stream.codec_context.width, stream.codec_context.height
         if width or height:
@@ -401,6 +400,8 @@ class _Scan:
             check_size("the clip", frame.width, frame.height, limits.max_frame_pixels, limits.max_aspect_ratio)
             self.num_pixels = max(self.num_pixels, frame.width * frame.height)
             self.first = self.first or frame
+            orientation, _ = _orientation(frame)
+        self.tracks.append(PieceTrack(stream.index, first_packet, orientation))
         end_s = timeline.piece_end_s()
         missing = missing_of(file, stream, "clip", VIDEO_DECODERS, end_s, limits.max_video_nbytes, limits.max_video_duration_s)
         self.missing.append(([*file.shortfalls, *missing], end_s))
@@ -528,12 +529,14 @@ class _FrameWriter:
     Attributes:
         selection: what is wanted.
         time_base: the unit of its positions.
+        orientation: of the frames that come, as EXIF numbers it.
         timestamps_s: of what was written.
         num_attempted: packets that were decoded.
         num_damaged: of these, how many could not be, or only in part.
     """
 
     def __init__(self, header: ClipHeader, target: NDArray[np.uint8]) -> None:
+        self.orientation = 1
         self.timestamps_s: list[float] = []
         self.num_attempted = self.num_damaged = 0
         self._header = header
@@ -571,7 +574,7 @@ class _FrameWriter:
     def _write(self, frame: VideoFrame) -> None:
         if frame.width * frame.height > self._header.max_frame_pixels:
             raise MediaError(f"a frame of the clip has {frame.width} x {frame.height} pixels, more than are accepted")
-        stored = as_stored(self._target[len(self.timestamps_s)], self._header.orientation)
+        stored = as_stored(self._target[len(self.timestamps_s)], self.orientation)
         height, width = stored.shape[:2]
         picture = self._reformatter.reformat(frame, width, height, "rgb24", interpolation=_SCALING, threads=1)
         plane = picture.planes[0]

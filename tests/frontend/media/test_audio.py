@@ -415,6 +415,24 @@ def test_an_aiff_that_was_written_to_a_pipe_is_read_whole(
     assert (len(samples), sound.shortfall) == (SECONDS * RATE, "")
 
 
+@for_each(
+    ("container", "codec", "rate"),
+    [
+        ("wav", "pcm_s16le", 16_000),
+        ("aiff", "pcm_s16be", 16_000),
+        ("ogg", "libopus", 48_000),
+        ("ipod", "aac", 48_000),
+        ("flac", "flac", 16_000),
+        ("mp3", "libmp3lame", 48_000),
+    ],
+)
+def test_tags_may_stand_before_any_format(recording_of: Callable[..., bytes], container: str, codec: str, rate: int) -> None:
+    data = recording_of(chirp(rate), rate, container, codec)
+    tags = b"ID3\4\0\0\0\0\2\0" + bytes(256)
+    for tagged in (tags + data, tags + tags + data):
+        np.testing.assert_array_equal(decoded(tagged)[0], decoded(data)[0])
+
+
 @for_each("more", [1, 16, 2000])
 def test_a_wav_whose_size_is_a_little_too_large_is_read_as_far_as_it_goes(more: int) -> None:
     payload = (chirp(RATE) * 32767).astype(np.int16).tobytes()

@@ -151,6 +151,15 @@ def test_each_part_has_a_unit_of_time_of_its_own(clip_of: Make, rate: int) -> No
     np.testing.assert_allclose(clip.timestamps_s, times_s, atol=0.002)
 
 
+@for_each("turns", [(0, 90), (90, 0), (90, 270), (180, 0)])
+def test_each_part_is_turned_as_it_says(clip_of: Make, turns: tuple[int, int]) -> None:
+    frames, _ = decoded(b"".join(clip_of([100] * 5, rotation=turn) for turn in turns), num_frames=10)
+    for turn, frame in zip(turns, (frames[0], frames[-1]), strict=True):
+        is_white = np.rot90(frame[:, :, 0] > 200, -turn // 90)
+        assert is_white[4, 4]
+        assert is_white.mean() == pytest.approx(0.25, abs=0.02)
+
+
 def test_a_part_that_can_t_be_read_is_missing(clip_of: Make) -> None:
     first, second = clip_of(LEVELS), clip_of(LEVELS[:2])
     damaged = second.replace(b"trak", b"kart")

@@ -181,6 +181,8 @@ def test_a_file_that_was_not_joined_is_one_piece_and_not_copied() -> None:
         ([wav(1000 + 44 + 600, 1000), wav(600, 600)], 800, 0),  # the first head was set right for the whole
         ([wav(1000 + 600, 1000), wav(600, 600)], 800, 0),
         ([wav(500, 500) + bytes(4000), wav(600, 600)], 2550, 0),
+        ([wav(500, 500) + LIST + b"data" + struct.pack("<I", 600) + bytes(600)], 550, 0),
+        ([wav(500, 500) + b"data" + struct.pack("<I", 100) + bytes(100) + LIST, wav(600, 600)], 600, 0),
     ],
 )
 def test_wavs_that_were_joined_are_one_and_promise_what_each_does(parts: list[bytes], samples: int, missing: int) -> None:
