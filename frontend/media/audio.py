@@ -310,6 +310,7 @@ class _Survey:
         unit = time_base / self._time_base
         before_s = self._seams.length_s()
         has_rates_of_its_own = file.demuxer in _ADTS and stream.codec_context.name == "aac"
+        units = time_base.numerator, time_base.denominator
         max_total = int((longest_s - self.duration_s) / time_base)
         total, complete = 0, True
         first: int | None = None
@@ -322,7 +323,7 @@ class _Survey:
                 continue
             duration = max(packet.duration or 0, 0)
             if has_rates_of_its_own:
-                duration = round(_adts_s(packet) / time_base) or duration
+                duration = _adts_duration(packet, *units) or duration
             total += duration
             complete = complete and duration > 0
             if (position := packet.pts) is not None:
@@ -344,13 +345,19 @@ class _Survey:
         return max(length_s, float((last - min(first or 0, 0)) * time_base))
 
 
-def _adts_s(packet: Packet[AudioStream]) -> Fraction:
-    """Returns how many seconds a packet of AAC lasts, by its own head; 0: it has none. libav counts by the first one's rate."""
+def _adts_duration(packet: Packet[AudioStream], numerator: int, denominator: int) -> int:
+    """Returns how long a packet of AAC lasts at most, by its own head; 0: it has none. libav counts by the first one's rate.
+
+    Args:
+        packet: of AAC.
+        numerator: of the unit of time, in seconds.
+        denominator: of it.
+    """
     head = bytes(memoryview(packet)[:7])
     if len(head) < 7 or head[0] != 0xFF or head[1] & 0xF6 != 0xF0:
-        return Fraction(0)
+        return 0
     rate = _ADTS_RATES[head[2] >> 2 & 15]
-    return Fraction(1024 * (1 + (head[6] & 3)), rate) if rate else Fraction(0)
+    return -(-1024 * (1 + (head[6] & 3)) * denominator // (rate * numerator)) if rate else 0
 
 
 def _too_long(longest_s: float) -> MediaError:

@@ -205,7 +205,7 @@ class _Table:
 
     def entries(self, width: int) -> NDArray[np.float64]:
         """Returns the entries of a table, of so many numbers each, as far as there are any."""
-        count = min(self.number(0), max(0, len(self._content) - 8) // (4 * width))
+        count = min(self.number(0), max(0, len(self._content) - 8) // (4 * width), _MAX_SAMPLES)
         return np.frombuffer(self._content, ">u4", width * count, 8).reshape(count, width).astype(np.float64)
 
     @property
