@@ -122,6 +122,9 @@ class EngineCore:
         self._ring: shmring.Ring | None = None
         self._recent_steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._spending = Spending(time.monotonic())
+        self._on_thread_s = 0.0  # of the executor's thread
+        # Of steps, so far: in which the loop was late, and in which the process did not get to run.
+        self._late_s = self._stopped_s = 0.0
 
     @property
     def ring(self) -> shmring.Ring:
@@ -295,10 +298,10 @@ class EngineCore:
     async def _step(self, batch: list[EngineRequest]) -> None:
         names = [request.claim.name for request in batch]
         step = [StepInput(request.number, request.payload, self._scheduler.begun(request)) for request in batch]
-        started = time.monotonic()
+        started, stopped_s = time.monotonic(), self._stopped_s
         outputs = await self._execute(step, names)
         now = time.monotonic()
-        self._charge(batch, outputs, now - started, now)
+        self._charge(batch, outputs, now - started, self._stopped_s - stopped_s, now)
         for request, checked_output in zip(batch, outputs, strict=True):
             output = request.counted(checked_output)
             if isinstance(output, Exception):
@@ -308,12 +311,19 @@ class EngineCore:
                 self._deliver(request, output, now)
 
     def _charge(
-        self, batch: Sequence[EngineRequest], outputs: Sequence[StepOutput | Exception], seconds: float, now: float
+        self,
+        batch: Sequence[EngineRequest],
+        outputs: Sequence[StepOutput | Exception],
+        seconds: float,
+        stopped_s: float,
+        now: float,
     ) -> None:
-        """Charges the owners of requests what these took of a step: what is told, and an equal share of the rest."""
-        told = [output.seconds if isinstance(output, StepOutput) else 0.0 for output in outputs]
+        """Charges the owners of requests what these took of a step: what is told, and an equal share of the rest. Nobody pays
+        for time in which the engine did not run."""
+        ran = 1 - stopped_s / seconds if stopped_s else 1.0
+        told = [output.seconds * ran if isinstance(output, StepOutput) else 0.0 for output in outputs]
         silent = told.count(0.0)
-        share = max(0.0, seconds - sum(told)) / max(1, silent or len(told))
+        share = max(0.0, seconds - stopped_s - sum(told)) / max(1, silent or len(told))
         used: dict[str, float] = {}
         for request, taken in zip(batch, told, strict=True):
             taken += 0.0 if taken and silent else share
@@ -367,7 +377,7 @@ class EngineCore:
 
     async def _execute(self, batch: list[StepInput], names: Sequence[str]) -> Sequence[StepOutput | Exception]:
         to_forget, self._to_forget = self._to_forget, {}
-        started = time.monotonic()
+        started, on_thread_s, missed_s = time.monotonic(), self._on_thread_s, self._lag.missed_s()
         is_step = bool(batch)
         self.metrics.steps += is_step
         self.metrics.step_requests += len(batch)
@@ -383,16 +393,21 @@ class EngineCore:
             if is_step:
                 self.times.step.add(seconds)
                 self._recent_steps_s.append(seconds)
-            self._spending.note(started + seconds, self.metrics.step_seconds, self._spent_s())
+            stopped_s = min(seconds, self._lag.missed_s() - missed_s)
+            self._stopped_s += stopped_s
+            self._late_s += max(0.0, seconds - stopped_s - (self._on_thread_s - on_thread_s))
+            self._note_spending(started + seconds, self.metrics.step_seconds)
 
     async def _on_thread(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Calls on the executor's thread. Cancelled, it waits for the end first: the slots may be read until then."""
 
         def run() -> _Result:
-            self._busy = what, time.monotonic()
+            began = time.monotonic()
+            self._busy = what, began
             try:
                 return function(*arguments)
             finally:
+                self._on_thread_s += time.monotonic() - began
                 self._busy = None
 
         return await self._thread.call(run)
@@ -434,13 +449,15 @@ class EngineCore:
         description, busy, now = self._executor.describe(), self._busy, time.monotonic()
         paused = sum(request not in self._stepping for request in self._scheduler)
         stepped_s = self.metrics.step_seconds + (now - busy[1] if busy is not None and busy[0] == _STEP else 0.0)
-        self._spending.note(now, stepped_s, self._spent_s())
+        self._note_spending(now, stepped_s)
+        lag_s, lag_ago_s = self._lag.longest()
         callers = self._scheduler.accounts.describe(now)
         return {
             "executor": description.executor,
             "model": description.model,
             "server": None if self._server is None else msgspec.to_builtins(self._server),
-            "loop_lag_s": round(self._lag.seconds, 4),
+            "loop_lag_s": round(lag_s, 4),
+            "loop_lag_ago_s": round(lag_ago_s, 1),
             "draining": self._draining,
             "paused": self._paused,
             "waiting": self._scheduler.waiting,
@@ -451,13 +468,24 @@ class EngineCore:
             "step": None if busy is None else {"what": busy[0], "age_s": now - busy[1]},
             "steps_s": [round(seconds, 6) for seconds in self._recent_steps_s],
             "spent_s": {part: round(seconds, 6) for part, seconds in self._spent_s().items()},
-            "spending": self._spending.describe(now, self._recent_steps_s) | {"whose": whose(callers)},
+            "spending": self._spending.describe(now, self._recent_steps_s, self._line()) | {"whose": whose(callers)},
             "callers": msgspec.to_builtins(callers),
             "requests": describe_requests(self._scheduler, self._stepping, self._executor, now, is_paused=self._paused),
             "generated_tokens": self.metrics.generated_tokens,
             "finished_requests": self.metrics.finished_requests,
             "failed_requests": self.metrics.failed_requests,
         }
+
+    def _line(self) -> str:
+        """Returns a sentence on the requests that wait for seats, if any do."""
+        waiting, seats = self._scheduler.waiting, self._scheduler.config.max_num_seqs
+        if not waiting or self._paused or self._scheduler.seats_taken < seats:
+            return ""
+        all_seats = "The seat is" if seats == 1 else f"All {seats} seats are"
+        return f"{all_seats} taken and {waiting} request{' waits' if waiting == 1 else 's wait'} in line."
+
+    def _note_spending(self, now: float, steps_s: float) -> None:
+        self._spending.note(now, steps_s, {**self._spent_s(), "late": self._late_s, "stopped": self._stopped_s})
 
     def _spent_s(self) -> Mapping[str, float]:
         """Returns what steps were spent on so far, by part, if the executor says so."""

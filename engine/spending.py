@@ -17,25 +17,29 @@ __all__ = ["Spending", "whose"]
 _STEPS = "steps"
 _SEEN = 0.0005  # of the time, from which a part is told of
 _MOSTLY = 0.5  # of the time: below it, it is not steps that make callers wait
+_MUCH = 0.25  # of the time, or of a processor, from which a part is named
+_WHOSE = 0.5  # of what requests took, from which a caller is named
 
-# Of each part of a step that executors tell of: what it is, and why there may be much of it.
+# Of each part of steps: what it is, and why there may be much of it. Executors tell of most, and the engine of the last two.
 _PARTS = {
     "layout": ("laying prompts out", "templates, tokens and pictures of new requests; long chats have much of them"),
     "prompts": ("reading prompts", "they are long, or many have come"),
-    "answers": ("passes of the model for answers", "a token of each answer in every step, which is what steps are for"),
+    "answers": ("passes of the model for answers", ""),
     "alone": ("reading answers alone", "each answer with a seed has a pass of the model for itself"),
-    "choosing": ("choosing tokens", "sampling with top_p, top_k or penalties, and logprobs; each answer pays for its own"),
+    "choosing": ("choosing tokens", "top_p, top_k, penalties, logprobs"),
     "embedding": ("embedding texts and pictures", "there are many inputs, or long ones"),
     "waiting": ("waiting for prompts and forms of answers", "all that runs is being prepared beside the steps"),
+    "late": ("waiting for the engine's loop", "it was busy with what comes and goes, or could not begin"),
+    "stopped": ("not getting to run", "the engine's process was stopped, or others have the processors"),
 }
+_USUAL = "answers"  # what steps are for
+_OF_ENGINE = frozenset({"late", "stopped"})
 # The same of what other threads do beside steps, in seconds of a processor.
 _BESIDE = {
     "forms": ("forms of answers (schemas, patterns)", "new ones are tried and compiled, or take long to look up"),
     "preparing": ("laying prompts out", "chats with many messages, long texts, or large pictures"),
 }
-_MUCH = 0.25  # of a processor, from which it is named
-_WHOSE = 0.5  # of what requests took, from which a caller is named
-_REST = "other work of steps", "the executor does not say what it is, or the engine's loop was late"
+_REST = "other work of steps", "the executor does not say what it is"
 
 
 class Spending:
@@ -64,12 +68,13 @@ class Spending:
             self._before.append((second, self._noted))
         self._noted = {**parts, _STEPS: steps}
 
-    def describe(self, now: float, steps_s: Sequence[float]) -> dict[str, Any]:
+    def describe(self, now: float, steps_s: Sequence[float], line: str = "") -> dict[str, Any]:
         """Returns what the last seconds were spent on: ``over_s`` of them, the share of ``steps``, ``parts`` and a ``cause``.
 
         Args:
             now: the time, in seconds.
             steps_s: how long the last steps took.
+            line: a sentence on requests that wait for others, which comes first; empty: none do.
         """
         first = int(now) - NOW_S + 1
         before = next((noted for second, noted in self._before if second >= first), self._noted)
@@ -77,21 +82,24 @@ class Spending:
         steps = spent.pop(_STEPS, 0.0)
         over_s = max(now - max(first, self._began), steps, 0.001)  # a step counts where it ends, also if it began before
         beside = [_Share(spent.pop(part, 0.0) / over_s, *texts) for part, texts in _BESIDE.items()]
+        _take_stops(spent, steps)
+        usual = spent.get(_USUAL, 0.0) / over_s
         shares = [_Share(seconds / over_s, *_PARTS.get(part, (part, ""))) for part, seconds in spent.items()]
         shares.append(_Share(max(0.0, steps - sum(spent.values())) / over_s, *_REST))
         shares.sort(key=lambda share: -share.share)
-        named = [
-            f"Beside steps, {each.what} took {each.share:.0%} of a processor: {each.why}."
-            for each in beside
-            if each.share >= _MUCH
-        ]
-        cause = _cause(over_s, steps / over_s, shares[0], sorted(steps_s), named)
+        avoidable = next(each for each in shares if each.what != _PARTS[_USUAL][0])
+        much = [each for each in beside if each.share >= _MUCH]
+        has_room = not line and not much and avoidable.share < _MUCH
+        causes = [line] if line else []
+        causes.append(_steps_text(over_s, steps / over_s, sorted(steps_s), has_room=has_room))
+        causes += [f"Beside steps, {each.what} took {each.share:.0%} of a processor: {each.why}." for each in much]
+        causes += _parts_text(avoidable, usual)
         shares += [_Share(each.share, f"{each.what}, beside the steps", "") for each in beside]
         return {
             "over_s": round(over_s, 3),
             "steps": round(steps / over_s, 4),
             "parts": [{"what": each.what, "share": round(each.share, 4)} for each in shares if each.share >= _SEEN],
-            "cause": cause,
+            "cause": " ".join(causes),
         }
 
 
@@ -101,17 +109,34 @@ class _Share(NamedTuple):
     why: str
 
 
-def _cause(over_s: float, steps: float, greatest: _Share, steps_s: Sequence[float], beside: Sequence[str]) -> str:
-    """Returns some sentences on what callers wait for: what is as it should be comes behind what is beside steps."""
+def _take_stops(spent: dict[str, float], steps: float) -> None:
+    """Takes the time in which the engine did not run from the part in which it fell: the greatest, since a stop makes it so."""
+    parts = spent.keys() - _OF_ENGINE
+    if parts:
+        greatest = max(parts, key=spent.__getitem__)
+        spent[greatest] = max(0.0, spent[greatest] - max(0.0, min(spent.get("stopped", 0.0), sum(spent.values()) - steps)))
+
+
+def _steps_text(over_s: float, steps: float, steps_s: Sequence[float], *, has_room: bool) -> str:
     if steps < _SEEN or not steps_s:
-        return " ".join([f"The engine had nothing to do in the last {over_s:.0f} s.", *beside])
-    long = f"half of the last steps took {1e3 * steps_s[len(steps_s) // 2]:.0f} ms or more"
-    if steps < _MOSTLY:
-        return " ".join([f"Steps ran {steps:.0%} of the time, so the engine has room; {long}.", *beside])
-    why = f": {greatest.why}" if greatest.why else ""
-    most = f"The greatest part is {greatest.what} ({greatest.share:.0%} of the time){why}."
-    parts = [*beside, most] if greatest.what == _PARTS["answers"][0] else [most, *beside]
-    return " ".join([f"Steps ran {steps:.0%} of the time, and {long}.", *parts])
+        return f"The engine had nothing to do in the last {over_s:.0f} s."
+    long = f"half of the last ones took {1e3 * steps_s[len(steps_s) // 2]:.0f} ms or more"
+    if steps < _MOSTLY and has_room:
+        return f"Steps ran {steps:.0%} of the time, so the engine has room; {long}."
+    return f"Steps ran {steps:.0%} of the time; {long}."
+
+
+def _parts_text(avoidable: _Share, usual: float) -> list[str]:
+    """Names the greatest part that steps are not for, and then what they are for."""
+    texts = []
+    if avoidable.share >= _MUCH:
+        texts.append(
+            f"{avoidable.what} takes {avoidable.share:.0%} of the time{f' ({avoidable.why})' if avoidable.why else ''}"
+        )
+    if usual >= _MUCH:
+        texts.append(f"{_PARTS[_USUAL][0]} take {usual:.0%}{'' if texts else ' of the time'}, as usual")
+    sentence = "; ".join(texts)
+    return [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
 
 
 def whose(callers: Sequence[Caller]) -> str:
@@ -122,4 +147,5 @@ def whose(callers: Sequence[Caller]) -> str:
     """
     if not callers or callers[0].share < _WHOSE:
         return ""
-    return f"Of what requests took, {callers[0].share:.0%} was for {callers[0].owner}."
+    most = callers[0]
+    return f"Of what requests took, {most.share:.0%} was for {most.owner}: {most.seconds:.1f} of {NOW_S} s."

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,7 +33,7 @@ from shmring.snapshot import RingSnapshot
 __all__ = ["Feed", "status_routes"]
 
 #: By engine; or why there is none.
-_Snapshots: TypeAlias = dict[str, RingSnapshot | dict[str, str]]
+_Snapshots: TypeAlias = dict[str, RingSnapshot | dict[str, Any]]
 
 _EACH_S = 1.0
 _MAX_VIEWERS = 32  # of one frontend; a page that was closed is noticed at once
@@ -59,6 +60,8 @@ class Feed:
         self._viewers: set[asyncio.Queue[_Snapshots | None]] = set()
         self._asking: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._pids: dict[str, int] = {}  # of engines, as they said last
+        self._silent_since: dict[str, float] = {}  # of engines that do not answer: when they were first asked in vain
 
     def close(self) -> None:
         """Ends all streams. A second call does nothing."""
@@ -98,13 +101,20 @@ class Feed:
         return await asyncio.gather(*map(self._snapshot_of, self._engine.engines))
 
     async def _snapshot_of(self, name: str) -> Any:
+        asked_s = time.monotonic()
         try:
             snapshot = await self._engine.inspect(name)
-            if isinstance(snapshot, RingSnapshot):
-                snapshot.program["frontend_loop_lag_s"] = round(self._lag.seconds, 4)
-            return snapshot
         except (shmring.ShmringError, TimeoutError, OSError, msgspec.ValidationError) as error:
-            return {"error": str(error) or "it does not answer"}
+            silent_s = time.monotonic() - self._silent_since.setdefault(name, asked_s)
+            text = str(error) or "its process is stopped, stuck or starved"
+            return {"error": text, "silent_s": round(silent_s, 1), "pid": self._pids.get(name)}
+        self._silent_since.pop(name, None)
+        if isinstance(snapshot, RingSnapshot):
+            self._pids[name] = snapshot.pid
+            lag_s, ago_s = self._lag.longest()
+            snapshot.program["frontend_loop_lag_s"] = round(lag_s, 4)
+            snapshot.program["frontend_loop_lag_ago_s"] = round(ago_s, 1)
+        return snapshot
 
 
 def _put(viewer: asyncio.Queue[_Snapshots | None], snapshots: _Snapshots | None) -> None:
@@ -114,7 +124,7 @@ def _put(viewer: asyncio.Queue[_Snapshots | None], snapshots: _Snapshots | None)
     viewer.put_nowait(snapshots)
 
 
-def _seen_by(caller: str, snapshot: RingSnapshot | dict[str, str]) -> RingSnapshot | dict[str, str]:
+def _seen_by(caller: str, snapshot: RingSnapshot | dict[str, Any]) -> RingSnapshot | dict[str, Any]:
     """Returns what a caller sees of a snapshot: of requests, its own; and no texts of errors, which may name others'."""
     if not isinstance(snapshot, RingSnapshot):
         return snapshot

@@ -3,7 +3,7 @@
 const ROWS = 12; // of the drawn slab
 const SERIES = 180; // points of a plot: three minutes
 const KEPT_USES = 2 ** 63; // generations of kept content that is in use begin here
-const LATE_S = .5; // of a loop, from which it is marked
+const LATE_S = 1, RECENT_S = 5; // of a loop: how late, and how long ago, it is marked
 const OLD_S = 30; // from which a request or a slot is marked
 const STATES = { leased: "leased, not in a slot", published: "submitted", claimed: "claimed", draining: "left, still viewed",
   quarantined: "of a frontend that is gone", kept: "kept", kept_pinned: "kept, in use", replies: "for replies", free: "free" };
@@ -15,7 +15,7 @@ const taken = s => s < 10 ? s.toFixed(2) + " s" : s < 120 ? s.toFixed(1) + " s" 
 const milliseconds = s => `${(1000 * s).toFixed(0)} ms`;
 const percent = share => (100 * share).toFixed(share < .1 ? 1 : 0) + " %";
 const quantile = (values, share) => values.length ? [...values].sort((a, b) => a - b)[Math.min(values.length - 1, Math.floor(share * values.length))] : 0;
-let key = "", paused = false, shown = null, before = null, chosen = -1, series = {};
+let key = "", paused = false, shown = null, shownAt = "", silence = null, before = null, chosen = -1, series = {};
 
 function element(name, text, className) {
   const made = document.createElement(name);
@@ -176,9 +176,11 @@ function drawSpending(spending) {
   $("spending-section").hidden = !spending;
   if (!spending) return;
   $("cause").textContent = `${spending.cause} ${spending.whose}`;
-  const late = [shown.program.loop_lag_s, shown.program.frontend_loop_lag_s], isLate = Math.max(...late) >= LATE_S;
-  $("lag").textContent = `The loop of the engine was late by ${milliseconds(late[0])} at most lately, that of this frontend by ${milliseconds(late[1])}${isLate ? ": something else than steps makes all callers wait" : ""}.`;
-  $("lag").className = isLate ? "alarm" : "";
+  const { loop_lag_s, loop_lag_ago_s, frontend_loop_lag_s, frontend_loop_lag_ago_s } = shown.program;
+  const late = (lag, ago) => `${milliseconds(lag)}${lag < .001 ? "" : `, ${seconds(ago)} ago`}`, isLate = (lag, ago) => lag >= LATE_S && ago < RECENT_S;
+  const alarm = isLate(loop_lag_s, loop_lag_ago_s) || isLate(frontend_loop_lag_s, frontend_loop_lag_ago_s);
+  $("lag").textContent = `The loop of the engine was late by ${late(loop_lag_s, loop_lag_ago_s)}; that of this frontend by ${late(frontend_loop_lag_s, frontend_loop_lag_ago_s)}.${alarm ? " Callers wait while a loop is late." : ""}`;
+  $("lag").className = alarm ? "alarm" : "";
   const idle = Math.max(0, 1 - spending.steps);
   table("spending", [["share", "number"], ["", "bar"], ["of the time; what other threads do comes on top", "text"]],
     [...spending.parts, { what: "no step ran", share: idle }].map(part => [[percent(part.share), part.share, part.what], false]), 0, "");
@@ -244,6 +246,20 @@ function say(text, lost) {
   $("live").className = lost ? "lost" : "";
 }
 
+// A banner, as long as what is shown is old. Without anything to show, it stands alone.
+function drawSilence() {
+  $("banner").hidden = !silence;
+  $("banner").textContent = silence ? `${silence()}${shown ? ` What you see is from ${shownAt}.` : ""}` : "";
+  document.querySelector("main").className = silence ? "stale" : "";
+  document.querySelector("main").hidden = !shown;
+}
+
+function miss(text) {
+  silence = text;
+  drawSilence();
+  say("not live", true);
+}
+
 function choose(names) {
   const select = $("engine");
   if (select.length !== names.length) select.replaceChildren(...names.map(name => new Option(name, name)));
@@ -253,13 +269,19 @@ function choose(names) {
 
 function hear(engines) {
   const snapshot = engines[choose(Object.keys(engines))];
-  if (snapshot.error) return say(`the engine does not answer: ${snapshot.error}`, true);
-  if (paused) return;
+  if (snapshot.error) {
+    const since = Date.now() - 1000 * snapshot.silent_s, pid = snapshot.pid ? ` (pid ${snapshot.pid})` : "";
+    return miss(() => `The engine has not answered for ${((Date.now() - since) / 1000).toFixed(0)} s: ${snapshot.error}${pid}.`);
+  }
+  silence = null;
+  if (paused) return drawSilence();
   if (shown && shown.epoch !== snapshot.epoch) { series = {}; $("plots").replaceChildren(); }
   shown = snapshot;
+  shownAt = new Date().toLocaleTimeString();
+  drawSilence();
   drawPlots();
   draw();
-  say(`live, ${new Date().toLocaleTimeString()}`, false);
+  say(`live, ${shownAt}`, false);
 }
 
 async function watch() { // EventSource can't send a key
@@ -286,9 +308,9 @@ async function keepWatching() {
   for (;;) {
     try {
       if (!await watch()) return;
-      say("the stream has ended, trying again", true);
+      miss(() => "The server has ended the stream; trying again.");
     } catch (error) {
-      say(`no connection (${error.message}), trying again`, true);
+      miss(() => `There is no connection to the server (${error.message}); trying again.`);
     }
     await new Promise(resolve => setTimeout(resolve, 2000));
   }
@@ -310,7 +332,7 @@ function drawLegend() {
 
 $("enter").addEventListener("click", login);
 $("key").addEventListener("keydown", event => { if (event.key === "Enter") login(); });
-$("engine").addEventListener("change", () => { series = {}; shown = before = null; $("plots").replaceChildren(); });
+$("engine").addEventListener("change", () => { series = {}; shown = before = silence = null; $("plots").replaceChildren(); drawSilence(); });
 $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", paused);
@@ -320,4 +342,5 @@ $("pause").addEventListener("click", () => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawLegend(); draw(); });
 addEventListener("resize", draw);
 drawLegend();
+setInterval(drawSilence, 1000);
 keepWatching();

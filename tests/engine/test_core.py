@@ -217,6 +217,34 @@ async def test_what_blocks_the_loop_is_seen_in_its_numbers_and_in_snapshots(sock
         assert (await client.inspect("core")).program["loop_lag_s"] > 0.2
 
 
+async def test_nobody_pays_for_time_in_which_the_engine_did_not_run(socket_dir: Path) -> None:
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir) as (core, client):
+        answer = asyncio.create_task(encode(client, request_of(1)))
+        await until(lambda: gate.seen)
+        await asyncio.sleep(0)
+        time.sleep(0.5)  # this is the engine's loop, and its executor waits: the process does nothing
+        gate.let()
+        await answer
+        await until(lambda: core.metrics.steps == 1 and core._stopped_s > 0.2)
+        [caller] = core._scheduler.accounts.describe(time.monotonic())
+        assert caller.minute_s == pytest.approx(core.metrics.step_seconds - core._stopped_s, abs=0.05)
+        parts = {part["what"]: part["share"] for part in (await client.inspect("core")).program["spending"]["parts"]}
+        assert parts["not getting to run"] > 0
+
+
+async def test_requests_that_wait_for_seats_are_the_first_thing_that_is_said(socket_dir: Path) -> None:
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):
+        answers = [asyncio.create_task(encode(client, request_of(value))) for value in range(3)]
+        await until(lambda: gate.seen and core._scheduler.waiting == 2)
+        cause = (await client.inspect("core")).program["spending"]["cause"]
+        assert cause.startswith("The seat is taken and 2 requests wait in line. ")
+        gate.let()
+        await asyncio.gather(*answers)
+        assert "in line" not in (await client.inspect("core")).program["spending"]["cause"]
+
+
 async def test_the_times_of_requests_are_counted_from_their_arrival(socket_dir: Path) -> None:
     gate = Gate()
     async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):

@@ -28,8 +28,8 @@ def test_shares_are_of_the_last_ten_seconds_and_the_greatest_comes_first() -> No
     assert [part["what"] for part in told["parts"]] == ["choosing tokens", "other work of steps"]
     assert [part["share"] for part in told["parts"]] == pytest.approx([0.5, 0.1], abs=0.01)
     assert told["cause"] == (
-        "Steps ran 61% of the time, and half of the last steps took 60 ms or more. The greatest part is choosing tokens "
-        "(51% of the time): sampling with top_p, top_k or penalties, and logprobs; each answer pays for its own."
+        "Steps ran 61% of the time; half of the last ones took 60 ms or more. Choosing tokens takes 51% of the time "
+        "(top_p, top_k, penalties, logprobs)."
     )
     assert spending.describe(1031.9, [0.06])["cause"] == "The engine had nothing to do in the last 10 s."
 
@@ -56,13 +56,55 @@ def test_an_engine_with_room_says_so_and_one_that_tells_no_parts_too() -> None:
     }
     spending.note(5.0, 1.0, {})
     assert spending.describe(10.0, [0.25] * 4)["cause"] == (
-        "Steps ran 11% of the time, so the engine has room; half of the last steps took 250 ms or more."
+        "Steps ran 11% of the time, so the engine has room; half of the last ones took 250 ms or more."
     )
     spending.note(10.0, 6.0, {"drafting": 4.0})
     told = spending.describe(10.0, [0.25] * 4)
     assert [part["what"] for part in told["parts"]] == ["drafting", "other work of steps"]
     assert [part["share"] for part in told["parts"]] == pytest.approx([4 / 9, 2 / 9], abs=0.001)
-    assert told["cause"].endswith("The greatest part is drafting (44% of the time).")
+    assert told["cause"].endswith(" or more. Drafting takes 44% of the time.")
+
+
+def test_passes_of_the_model_are_as_usual_and_what_could_be_less_is_named_before_them() -> None:
+    spending = Spending(0.0)
+    spending.note(9.5, 8.5, {"answers": 4.3, "choosing": 4.0})
+    told = spending.describe(9.5, [0.1])
+    assert next(part["what"] for part in told["parts"]) == "passes of the model for answers", "they are the greatest part"
+    assert told["cause"].endswith(
+        " or more. Choosing tokens takes 42% of the time (top_p, top_k, penalties, logprobs); "
+        "passes of the model for answers take 45%, as usual."
+    )
+    spending = Spending(0.0)
+    spending.note(9.5, 9.0, {"answers": 7.6, "choosing": 1.0})
+    assert spending.describe(9.5, [0.1])["cause"].endswith("Passes of the model for answers take 80% of the time, as usual.")
+
+
+def test_who_waits_in_line_comes_first_and_then_there_is_no_room() -> None:
+    spending = Spending(0.0)
+    spending.note(9.5, 3.0, {"answers": 2.0})
+    cause = spending.describe(9.5, [0.1], "All 16 seats are taken and 24 requests wait in line.")["cause"]
+    assert cause == (
+        "All 16 seats are taken and 24 requests wait in line. Steps ran 32% of the time; half of the last ones took "
+        "100 ms or more."
+    )
+    spending.note(9.5, 3.0, {"answers": 2.0, "forms": 3.0})
+    assert "has room" not in spending.describe(9.5, [0.1])["cause"], "forms are being prepared"
+
+
+def test_time_in_which_the_engine_did_not_run_is_no_part_of_what_steps_did() -> None:
+    spending = Spending(0.0)
+    spending.note(9.5, 9.0, {"answers": 2.5, "choosing": 6.0, "late": 0.5, "stopped": 5.0})  # it stopped in "choosing"
+    told = spending.describe(9.5, [0.1])
+    assert {part["what"]: round(part["share"] * 9.5, 2) for part in told["parts"]} == {
+        "not getting to run": 5.0,
+        "passes of the model for answers": 2.5,
+        "choosing tokens": 1.0,
+        "waiting for the engine's loop": 0.5,
+    }
+    assert "Not getting to run takes 53% of the time (the engine's process was stopped, or others have" in told["cause"]
+    spending = Spending(0.0)
+    spending.note(9.5, 9.0, {"stopped": 5.0})  # an executor that tells of no parts
+    assert [part["what"] for part in spending.describe(9.5, [0.1])["parts"]] == ["not getting to run", "other work of steps"]
 
 
 def test_what_other_threads_do_is_told_beside_the_steps() -> None:
@@ -76,17 +118,17 @@ def test_what_other_threads_do_is_told_beside_the_steps() -> None:
     ]
     assert told["steps"] == pytest.approx(9 / 9.5, abs=0.001)
     assert told["cause"].endswith(
-        "waiting for prompts and forms of answers (95% of the time): all that runs is being prepared beside the steps. "
         "Beside steps, forms of answers (schemas, patterns) took 50% of a processor: new ones are tried and compiled, or take "
-        "long to look up."
+        "long to look up. Waiting for prompts and forms of answers takes 95% of the time (all that runs is being prepared "
+        "beside the steps)."
     )
     spending = Spending(0.0)
     spending.note(9.5, 9.0, {"answers": 8.0, "forms": 4.75})
     cause = spending.describe(9.5, [0.01])["cause"]
-    assert cause.index("forms of answers") < cause.index("which is what steps are for"), "what is as it should be comes last"
+    assert cause.index("forms of answers") < cause.index("as usual"), "what is as it should be comes last"
 
 
 def test_who_takes_most_is_named_if_it_is_one() -> None:
     callers = [Caller("bob", 6.0, 0.6, 9.0, 3), Caller("carol", 4.0, 0.4, 30.0, 1)]
-    assert whose(callers) == "Of what requests took, 60% was for bob."
+    assert whose(callers) == "Of what requests took, 60% was for bob: 6.0 of 10 s."
     assert whose([dataclasses.replace(callers[0], share=0.49)]) == whose([]) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from typing import Any
 
@@ -169,3 +170,32 @@ async def test_an_engine_that_has_gone_is_a_line_with_the_reason(open_engine: An
     await engine.ring.close()
     [line] = await lines_of(url, 1)
     assert "no engine listens" in line["test"]["error"]
+
+
+async def test_an_engine_that_is_silent_is_told_of_with_its_process_and_for_how_long(
+    open_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_EACH_S", 0.01)
+    engine = await open_engine()
+    feed = Feed(engine.client, LoopLag())
+    with feed.watched() as viewer:
+        assert (await asyncio.wait_for(viewer.get(), 20))["test"].pid == os.getpid()
+        answering = engine.client.inspect
+
+        async def silent(name: str) -> Any:
+            raise TimeoutError
+
+        monkeypatch.setattr(engine.client, "inspect", silent)
+        told: Any = {}
+        while told.get("silent_s", 0.0) < 0.2:
+            said = (await asyncio.wait_for(viewer.get(), 20))["test"]
+            told = said if isinstance(said, dict) else told
+        assert (told["error"], told["pid"]) == ("its process is stopped, stuck or starved", os.getpid())
+        monkeypatch.setattr(engine.client, "inspect", answering)
+        while isinstance((await asyncio.wait_for(viewer.get(), 20))["test"], dict):
+            pass
+        monkeypatch.setattr(engine.client, "inspect", silent)
+        while not isinstance(again := (await asyncio.wait_for(viewer.get(), 20))["test"], dict):
+            pass
+        assert again["silent_s"] < told["silent_s"], "it has answered meanwhile"
+    feed.close()

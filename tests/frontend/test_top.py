@@ -151,7 +151,7 @@ async def test_a_server_says_where_requests_stand_who_costs_most_and_what_takes_
     text = result.stdout
     assert "1 running   1 of 1 seats taken   1 paused   1 waiting in line   0 not yet taken up" in text
     assert re.search(r"loop late by \d+ ms", text)
-    assert "The greatest part is choosing tokens" in text.replace("\n", " ")
+    assert "Choosing tokens takes" in text.replace("\n", " ")
     assert re.search(
         r"^request \(3\) +state, place +why it waits +caller +prompt +tokens +in steps +age *$", text, re.MULTILINE
     )
@@ -167,7 +167,7 @@ async def test_a_server_says_where_requests_stand_who_costs_most_and_what_takes_
     assert re.search(
         r"^al\[red\]ice +[0-9.]+ s +\d+% +[0-9.]+ s +2 *\nbob +[0-9.]+ s +\d+% +[0-9.]+ s +1 *$", text, re.MULTILINE
     ), text
-    assert re.search(r"^\d+% +choosing tokens *\n\d+% +other work of steps *$", text, re.MULTILINE), text
+    assert re.search(r"^\d+% +choosing tokens *\n(?:.*\n)*?\d+% +other work of steps *$", text, re.MULTILINE), text
     for width, height in ((80, 24), (60, 20)):
         lines = lines_of(snapshot, width, height)
         assert max(map(cell_len, lines)) <= width, lines
