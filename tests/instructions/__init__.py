@@ -16,5 +16,6 @@ What makes the counts repeat:
 - Hashes have a fixed seed, addresses are the same in each run, no garbage is collected, and half as many messages come before
   those that count.
 
-What it does not see: the kernel, cache misses, wake-ups, other processes. :mod:`bench` says how fast it is.
+What they do not see: the kernel, cache misses, wake-ups. For these there are ratios of times (``ratios.py``), whose limits are
+wide. How fast it is, :mod:`bench` says.
 """

@@ -1,4 +1,7 @@
-"""``python -m tests.instructions [--beside COMMIT] [CASE ...]``: fails if a case takes more instructions than it may."""
+"""``python -m tests.instructions [--beside COMMIT] [CASE ...]``: fails if a case takes more than it may.
+
+Without CASE, ratios of times are measured as well.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
+from tests.instructions import ratios
 from tests.instructions.callgrind import Count, Failed, measure
 from tests.instructions.earlier import ROOT, NotThere, built, commit_of, keep_bytecode
 from tests.instructions.verdicts import BUDGET, Budget, as_json, judge
@@ -18,7 +22,7 @@ _SKIPPED = 77  # the exit status that says so to whoever started this, as automa
 
 
 def main() -> None:
-    """Measures this checkout and an earlier commit at the same time, and prints a row for each case."""
+    """Measures this checkout and an earlier commit, and prints a row for each case."""
     parser = argparse.ArgumentParser(prog="python -m tests.instructions", description=__doc__)
     parser.add_argument(
         "--beside", help="a commit, or the directory of a checkout that is built; else the commit in budget.json"
@@ -38,17 +42,22 @@ def main() -> None:
         )
     with ThreadPoolExecutor() as pool:
         measuring = pool.submit(_measured, ROOT, asked.cases)
-        before = _measured(built(earlier) if isinstance(earlier, str) else earlier, asked.cases)
+        checkout = built(earlier) if isinstance(earlier, str) else earlier
+        before = _measured(checkout, asked.cases)
         now = measuring.result()
     print(f"Instructions of a message, beside {named}:")
     verdicts = [
         judge(case, before.get(case, Failed("nothing")), count, budget.allowed.get(case, 0)) for case, count in now.items()
     ]
     for verdict in verdicts:
-        print(verdict.text)
+        print(verdict.text, flush=True)
     if asked.json is not None:
         asked.json.write_text(json.dumps({"beside": named, "cases": as_json(before, now)}, indent=1) + "\n")
-    if any(verdict.is_red for verdict in verdicts):
+    is_red = any(verdict.is_red for verdict in verdicts)
+    if not asked.cases:
+        print("Ratios, beside the same: median, and quartiles; the lower one decides.")
+        is_red |= bool(ratios.judge(checkout, budget))
+    if is_red:
         sys.exit("Some take more than they may. If that is worth it, allow it in tests/instructions/budget.json, and say why.")
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from tests.instructions import ratios
 from tests.instructions.callgrind import Count, Failed, own_instructions
 from tests.instructions.earlier import NotThere, commit_of
 from tests.instructions.verdicts import BUDGET, Budget, judge
@@ -71,6 +72,19 @@ def test_functions_that_grew_are_named() -> None:
 def test_a_case_that_fails_is_red_and_one_that_is_new_is_not() -> None:
     assert judge("request", BEFORE, Failed("AttributeError: no")).is_red
     assert not judge("request", Failed("AttributeError: no"), BEFORE).is_red
+
+
+@pytest.mark.parametrize(
+    ("measured", "allowed", "is_too_much"),
+    [
+        ([1.12, 1.15, 1.13, 1.2, 1.11, 1.14, 1.16], 0.0, True),
+        ([1.12, 1.15, 1.13, 1.2, 1.11, 1.14, 1.16], 0.05, False),
+        ([0.8, 1.5, 1.3, 0.9, 1.4, 0.7, 1.6], 0.0, False),  # on a busy machine
+        ([1.05, 1.04, 1.06, 1.05, 1.04, 1.05, 1.07], 0.0, False),
+    ],
+)
+def test_a_ratio_is_too_much_if_three_of_four_are(measured: list[float], allowed: float, is_too_much: bool) -> None:
+    assert ratios.is_red("CPU", measured, allowed) == is_too_much
 
 
 def test_no_case_is_allowed_to_grow_without_a_reason() -> None:
