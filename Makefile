@@ -19,7 +19,7 @@
 #   make soak     MINUTES=60: the same load for hours; fails if memory or descriptors grow
 #   make simulate STEPS=1000000 SEED=1: the product's own ends in one process, deterministically; EXHAUSTIVE=1 visits every state. Then each
 #                 call of the asyncio interface is cancelled at each of its suspensions, on both loops
-#   make instructions counts the instructions of a message, beside an earlier commit (apt install valgrind); two minutes
+#   make instructions counts the instructions of a message, beside an earlier commit, and compares times (apt install valgrind); three minutes
 #   make verify   has spin search the protocols of sleeping and waking for lost wake-ups (apt install spin); three minutes
 #   make sanitize the compiled core's tests under the compiler's sanitizers: addresses, undefined behaviour, threads
 #   make guards   takes each guard away, and looks whether the test that is named for it notices

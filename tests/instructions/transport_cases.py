@@ -65,7 +65,7 @@ class _Ends:
             "broadcast": Case(self._broadcasts),
             "gather": Case(self._gathers),
             "lease": Case(self._leases),
-            "threads.request": Case(self._requests_of_threads, messages=16, parts=10),
+            "threads.request": Case(self._requests_of_threads, messages=4, parts=40),
         }
 
     async def _both(
