@@ -62,7 +62,7 @@ def _line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"{process.args} has ended with {process.wait()}")
+        raise RuntimeError(f"{process.args!r} has ended with {process.wait()}")
     return line
 
 
