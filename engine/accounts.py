@@ -42,16 +42,20 @@ class Caller:
     Attributes:
         owner: who.
         seconds: of steps that its requests took in the last ten seconds, about.
-        share: of what the requests of all owners took then.
+        decoding_s: of decoders of frontends, likewise.
+        share: of both that the requests of all owners took then.
         minute_s: as ``seconds``, in the last minute.
-        requests: that it has now.
+        requests: that it has now, those that are being prepared in frontends included.
+        preparing: how many of them are.
     """
 
     owner: str
     seconds: float
+    decoding_s: float
     share: float
     minute_s: float
     requests: int
+    preparing: int
 
 
 class _Recent:
@@ -88,7 +92,7 @@ class Accounts:
     def __init__(self) -> None:
         self._used: dict[str, float] = {}
         self._requests: Counter[str] = Counter()  # by owner, those that wait or run
-        self._now, self._minute = _Recent(NOW_S), _Recent(_MINUTE_S)  # for people
+        self._now, self._minute, self._decoding = _Recent(NOW_S), _Recent(_MINUTE_S), _Recent(NOW_S)  # for people
 
     def __len__(self) -> int:
         """How many owners have requests."""
@@ -122,18 +126,31 @@ class Accounts:
         self._now.add(owner, seconds, now)
         self._minute.add(owner, seconds, now)
 
-    def describe(self, now: float) -> list[Caller]:
+    def note_decoding(self, owner: str, seconds: float, now: float) -> None:
+        """An owner had decoders of a frontend for so long. They are no part of steps, so the order of these is the same."""
+        if seconds:
+            self._decoding.add(owner, seconds, now)
+
+    def describe(self, now: float, preparing: Counter[str] | None = None) -> list[Caller]:
         """Returns who uses most, who has used most in the last minute and who has most requests: a few owners, the first one
-        uses most."""
-        seconds, minute = self._now.sums(now), self._minute.sums(now)
-        owners = {owner for used in (seconds, minute) for owner in heapq.nlargest(_TOLD, used, key=used.__getitem__)}
-        owners.update(owner for owner, _ in self._requests.most_common(_TOLD))
-        whole = sum(seconds.values()) or 1.0
+        uses most.
+
+        Args:
+            now: the time, in seconds.
+            preparing: by owner, the requests that are being prepared in frontends.
+        """
+        preparing = preparing or Counter()
+        seconds, minute, decoding = self._now.sums(now), self._minute.sums(now), self._decoding.sums(now)
+        requests = self._requests + preparing
+        most = [heapq.nlargest(_TOLD, used, key=used.__getitem__) for used in (seconds, minute, decoding)]
+        owners = {owner for each in most for owner in each} | {owner for owner, _ in requests.most_common(_TOLD)}
+        whole = sum(seconds.values()) + sum(decoding.values()) or 1.0
         callers = []
         for owner in owners:
-            used_s = seconds.get(owner, 0.0)
-            callers.append(Caller(owner, used_s, used_s / whole, minute.get(owner, 0.0), self._requests[owner]))
-        return sorted(callers, key=lambda caller: (-caller.seconds, -caller.minute_s, -caller.requests, caller.owner))
+            used_s, decoding_s = seconds.get(owner, 0.0), decoding.get(owner, 0.0)
+            share, minute_s = (used_s + decoding_s) / whole, minute.get(owner, 0.0)
+            callers.append(Caller(owner, used_s, decoding_s, share, minute_s, requests[owner], preparing[owner]))
+        return sorted(callers, key=lambda each: (-each.share, -each.minute_s, -each.requests, each.owner))
 
     def _forgive(self) -> None:
         """Forgets the debts of those who have gone, unless they are few and others have less."""

@@ -26,6 +26,7 @@ from shmring.engine.protocol import (
     GenerateRequest,
     Medium,
     ModelDescription,
+    PreparingReport,
 )
 from shmring.engine.tracing import current_headers
 
@@ -391,6 +392,10 @@ class EngineClient:
             How many there were.
         """
         return sum(await self._call(Calls.ABORT_REQUESTS, list(request_ids), timeout=timeout))
+
+    async def tell_preparing(self, report: PreparingReport, timeout: float = 2.0) -> None:
+        """Tells the engines of requests that are on their way to them, for people. A report holds for three seconds."""
+        await self._call(Calls.TELL_PREPARING, msgspec.to_builtins(report), timeout=timeout)
 
     async def end_aborted(self, end: Callable[[Sequence[str]], int]) -> None:
         """Ends requests that no engine has yet, when an operator names them to an engine; goes on until it is cancelled.

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import count
 from typing import Any, TypeVar
@@ -36,8 +36,9 @@ from shmring.engine.logs import concerned
 from shmring.engine.loop_lag import LoopLag
 from shmring.engine.metrics import EngineMetrics, EngineTimes
 from shmring.engine.operator_aborts import OperatorAborts
+from shmring.engine.preparing_reports import PreparingReports
 from shmring.engine.profiling import StepProfiler
-from shmring.engine.protocol import Calls, EncodeReply, EngineRequestPayload, GenerateReply
+from shmring.engine.protocol import Calls, EncodeReply, EngineRequestPayload, GenerateReply, PreparingReport
 from shmring.engine.request import EngineRequest, check_payload
 from shmring.engine.scheduler import Scheduler, SchedulerConfig
 from shmring.engine.spending import Spending, whose
@@ -51,6 +52,7 @@ _Result = TypeVar("_Result")
 _FORGETTING_S = 0.005  # after the last step; under load, the next one comes sooner
 _RECENT_STEPS = 120  # whose times a snapshot has: some seconds of decoding
 _MAX_NAMES = 8  # of requests, in a line of the log
+_MAX_IN_LINE = 5  # callers in line that a snapshot names
 _STEP = "a step"  # what the executor's thread is busy with
 
 # Life-cycle methods of an executor, which no remote call may reach.
@@ -106,6 +108,7 @@ class EngineCore:
         self._lag = LoopLag()
         self._profiler = StepProfiler(profiler_dir)
         self._operator_aborts = OperatorAborts()
+        self._preparing = PreparingReports()
         self._thread = ExecutorThread("engine-step")
         self._flushing: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
@@ -177,6 +180,7 @@ class EngineCore:
             Calls.IS_PAUSED: self.is_paused,
             Calls.ABORT_REQUESTS: self.abort_requests,
             Calls.NEXT_ABORTS: self._operator_aborts.next_names,
+            Calls.TELL_PREPARING: self.tell_preparing,
             Calls.RESET_MM_CACHE: self.reset_mm_cache,
             Calls.COLLECTIVE_RPC: self.collective_rpc,
             Calls.LOG_STATS: self.do_log_stats,
@@ -451,7 +455,9 @@ class EngineCore:
         stepped_s = self.metrics.step_seconds + (now - busy[1] if busy is not None and busy[0] == _STEP else 0.0)
         self._note_spending(now, stepped_s)
         lag_s, lag_ago_s = self._lag.longest()
-        callers = self._scheduler.accounts.describe(now)
+        preparing = self._preparing.requests(now)
+        callers = self._scheduler.accounts.describe(now, preparing)
+        line = " ".join(filter(None, (self._line(), self._preparing.text(now))))
         return {
             "executor": description.executor,
             "model": description.model,
@@ -460,6 +466,7 @@ class EngineCore:
             "loop_lag_ago_s": round(lag_ago_s, 1),
             "draining": self._draining,
             "paused": self._paused,
+            "preparing": preparing.total(),
             "waiting": self._scheduler.waiting,
             "running": self._scheduler.running - paused,
             "paused_requests": paused,
@@ -468,9 +475,10 @@ class EngineCore:
             "step": None if busy is None else {"what": busy[0], "age_s": now - busy[1]},
             "steps_s": [round(seconds, 6) for seconds in self._recent_steps_s],
             "spent_s": {part: round(seconds, 6) for part, seconds in self._spent_s().items()},
-            "spending": self._spending.describe(now, self._recent_steps_s, self._line()) | {"whose": whose(callers)},
+            "spending": self._spending.describe(now, self._recent_steps_s, line) | {"whose": whose(callers)},
             "callers": msgspec.to_builtins(callers),
             "requests": describe_requests(self._scheduler, self._stepping, self._executor, now, is_paused=self._paused),
+            "line": dict(Counter(request.owner for request in self._scheduler.line()).most_common(_MAX_IN_LINE)),
             "generated_tokens": self.metrics.generated_tokens,
             "finished_requests": self.metrics.finished_requests,
             "failed_requests": self.metrics.failed_requests,
@@ -531,6 +539,13 @@ class EngineCore:
         ended += self._abort(wanted)  # those that were sent before their frontend was told
         logger.info("an operator has ended %d requests", ended)
         return ended
+
+    async def tell_preparing(self, report: Any) -> None:
+        """Takes a report of a frontend, for people, on requests that are on their way here."""
+        told, now = msgspec.convert(report, PreparingReport), time.monotonic()
+        self._preparing.take(told, now)
+        for owner, (_, decoding_s) in told.callers.items():
+            self._scheduler.accounts.note_decoding(owner, decoding_s, now)
 
     def _abort(self, wanted: Set[str]) -> int:
         found = [request for request in self._scheduler.all() if request.claim.name in wanted and not request.over]

@@ -35,6 +35,7 @@ __all__ = [
     "ModelDescription",
     "Picture",
     "PictureSpec",
+    "PreparingReport",
     "ProcessorSpec",
     "SamplingParams",
     "SoundSpec",
@@ -69,11 +70,28 @@ class Calls:
     IS_PAUSED = "is_paused"
     ABORT_REQUESTS = "abort_requests"
     NEXT_ABORTS = "next_aborts"
+    TELL_PREPARING = "tell_preparing"
     RESET_MM_CACHE = "reset_mm_cache"
     COLLECTIVE_RPC = "collective_rpc"
     LOG_STATS = "do_log_stats"
     START_PROFILE = "start_profile"
     STOP_PROFILE = "stop_profile"
+
+
+class PreparingReport(msgspec.Struct, frozen=True):
+    """What a frontend tells engines, for people, of requests that are on their way to one.
+
+    Attributes:
+        frontend: a name that no other frontend has.
+        callers: for each caller, how many such requests it has, and the seconds that it had decoders since the last report.
+        decoders: how many the frontend may have.
+        busy: how many of these work.
+    """
+
+    frontend: str
+    callers: dict[str, tuple[int, float]]
+    decoders: int
+    busy: int
 
 
 # -- media --------------------------------------------------------------------------------------------------------------

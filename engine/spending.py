@@ -140,12 +140,19 @@ def _parts_text(avoidable: _Share, usual: float) -> list[str]:
 
 
 def whose(callers: Sequence[Caller]) -> str:
-    """Returns a sentence that names the caller who takes most of the steps, if one does; otherwise nothing.
+    """Returns who takes most of the steps and of decoders, if one does, and who has most of what is being prepared.
 
     Args:
         callers: as :meth:`~shmring.engine.accounts.Accounts.describe` returns them.
     """
-    if not callers or callers[0].share < _WHOSE:
-        return ""
-    most = callers[0]
-    return f"Of what requests took, {most.share:.0%} was for {most.owner}: {most.seconds:.1f} of {NOW_S} s."
+    texts = []
+    if callers and callers[0].share >= _WHOSE:
+        most = callers[0]
+        decoding = f", and {most.decoding_s:.1f} s of decoders" if most.decoding_s >= 0.05 else ""
+        texts.append(
+            f"Of what requests took, {most.share:.0%} was for {most.owner}: {most.seconds:.1f} s in {NOW_S} s{decoding}."
+        )
+    preparing = max(callers, key=lambda each: each.preparing, default=None)
+    if preparing is not None and preparing.preparing:
+        texts.append(f"{preparing.preparing} of those that are being prepared are of {preparing.owner}.")
+    return " ".join(texts)

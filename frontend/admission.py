@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
@@ -151,6 +152,10 @@ class Admission:
     def new_request(self, name: str = "", who: str = "") -> Admitted:
         """Returns a request of a caller that has taken nothing yet."""
         return Admitted(name, who, self._turns, BodyShare(self._bodies.memory))
+
+    def preparing(self) -> Counter[str]:
+        """Returns how many requests are not ready for the engine, by caller."""
+        return Counter(request.caller for request in self._requests if not request.is_prepared)
 
     def abort(self, names: Collection[str]) -> int:
         """Ends the requests of these names that are not ready for the engine, for an operator; returns how many there were."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import heapq
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ import shmring
 from shmring.core.loggers import logger_of
 from shmring.engine.client import EngineClient
 from shmring.engine.loop_lag import LoopLag
+from shmring.engine.protocol import PreparingReport
 from shmring.engine.supervision import FrontendState
 from shmring.frontend.admin import admin_routes
 from shmring.frontend.admission import Admission, AdmissionMiddleware, admitted_of
@@ -73,7 +75,7 @@ from shmring.frontend.openai.stored_responses import StoredResponses, account_of
 from shmring.frontend.openai.tokens import DETOKENIZE_PARSER, TOKENIZE_PARSER
 from shmring.frontend.openai.tools import check_whole
 from shmring.frontend.response_memory import ResponseMemory
-from shmring.frontend.responses import JsonPieces, JsonResponse, error_response
+from shmring.frontend.responses import JsonPieces, JsonResponse, error_response, random_digits
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import CorsSettings, FrontendSettings
 from shmring.frontend.shared_answer import SharedAnswer
@@ -90,6 +92,9 @@ _Generation = TypeVar("_Generation", bound=GenerationRequest)
 _LARGE_BODY_NBYTES = 16 << 10  # some hundred values
 
 _MAX_PATH_CHARACTERS = 200  # of what an error repeats
+
+_TELLING_S = 1.0  # how often engines are told of requests that are being prepared: as often as people look
+_MAX_TOLD = 64  # callers
 
 _METRICS_AGE_S = 1.0  # of an answer to /metrics at most; making one takes 6 ms
 _SAMPLING_S = 0.2  # how old the numbers of the other frontends may be in an answer to /metrics; taking them costs 0.1 ms
@@ -271,7 +276,8 @@ class _Routes:
     async def running(self) -> AsyncIterator[None]:
         """Tasks that run as long as the application does."""
         aborting = self._engine.end_aborted(self.admission.abort)
-        tasks = [asyncio.create_task(work) for work in (self._sample(), self._lag.watch(), self._get_ready(), aborting)]
+        works = (self._sample(), self._lag.watch(), self._get_ready(), self._tell_preparing(), aborting)
+        tasks = [asyncio.create_task(work) for work in works]
         try:
             yield
         finally:
@@ -285,6 +291,23 @@ class _Routes:
         """Has a decoder import what the model's pictures need, before the first one comes; without an engine, nothing."""
         with contextlib.suppress(shmring.ShmringError, TimeoutError):
             await self._intake.get_ready((await self._engine.describe()).input)
+
+    async def _tell_preparing(self) -> None:
+        """Tells the engines of requests that none of them has yet: these, too, make callers wait, and cost."""
+        name, had_any = random_digits(), False
+        while True:
+            await asyncio.sleep(_TELLING_S)
+            requests, seconds = self.admission.preparing(), self._intake.take_decoding_seconds()
+            most = {who for who, _ in requests.most_common(_MAX_TOLD)} | set(
+                heapq.nlargest(_MAX_TOLD, seconds, key=seconds.__getitem__)
+            )
+            if most or had_any:
+                decoders = self._intake.statistics().decoders
+                callers = {who: (requests[who], round(seconds.get(who, 0.0), 3)) for who in most if who}
+                with contextlib.suppress(shmring.ShmringError, TimeoutError):  # there is no engine to tell
+                    report = PreparingReport(name, callers, decoders.total, decoders.total - decoders.free)
+                    await self._engine.tell_preparing(report)
+            had_any = bool(most)
 
     async def _sample(self) -> None:
         while True:
@@ -566,7 +589,8 @@ def _of_the_router(error: HTTPException, method: str, path: str) -> ApiError:
     """Returns the error for a request without a route."""
     path = f"{path[:_MAX_PATH_CHARACTERS]}..." if len(path) > _MAX_PATH_CHARACTERS else path
     if error.status_code == 404:
-        return ApiError(404, f"there is nothing at {path}; {DOCS_PATH} describes what there is", code="not_found")
+        message = f"there is nothing at {path}; {DOCS_PATH} describes what there is, and /status shows what the server does"
+        return ApiError(404, message, code="not_found")
     allowed = ", ".join(value for name, value in (error.headers or {}).items() if name.lower() == "allow")
     message = f"{path} does not take the method {method}; it takes {allowed}"
     return ApiError(error.status_code, message, code="method_not_allowed", headers=error.headers)

@@ -101,6 +101,10 @@ class MediaIntake:
             preparation.slot_wait_s,
         )
 
+    def take_decoding_seconds(self) -> dict[str, float]:
+        """Returns for how many seconds each caller has had decoders since this was asked last."""
+        return self._preparation.decoders.take_seconds()
+
     async def get_ready(self, spec: InputSpec) -> None:
         """Says if media can't be decoded here. Starts a decoder, if pictures need one that imports for seconds."""
         takes_media = spec.picture is not None or spec.sound is not None or spec.video is not None

@@ -118,11 +118,11 @@ class Observation:
         finally:
             self._http.in_flight -= 1
             self._http.aborted += not complete
-            self._count(scope, status, time.perf_counter() - started)
+            self._count(scope, status, time.perf_counter() - started, complete=complete)
             if span is not None:
                 _end_span(span, scope, status, complete=complete)
 
-    def _count(self, scope: Scope, status: int, seconds: float) -> None:
+    def _count(self, scope: Scope, status: int, seconds: float, *, complete: bool) -> None:
         state = scope["state"]
         route = str(state.get("route", _UNMATCHED))
         self._http.requests[route, str(status)] += 1
@@ -132,7 +132,7 @@ class Observation:
         if (usage := state.get("usage")) is not None:
             self._http.key_requests[usage.owner.name, str(status)] += 1
         if self._access_log:
-            _log_access(scope, status, seconds)
+            _log_access(scope, status if complete else _HUNG_UP, seconds)
 
 
 def _end_span(span: Span, scope: Scope, status: int, *, complete: bool) -> None:
@@ -151,9 +151,11 @@ def _log_access(scope: Scope, status: int, seconds: float) -> None:
     address = f"{client[0]}:{client[1]}" if client else "-"
     path = scope["path"]
     path = printable(f"{path[:_MAX_PATH_CHARACTERS]}..." if len(path) > _MAX_PATH_CHARACTERS else path)  # it may have newlines
-    parts = {"client": address, "method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 4)}
+    who = scope["state"].get("caller", "-")  # whose key it has
+    parts = {"client": address, "caller": who, "method": scope["method"], "path": path, "status": status}
+    parts["seconds"] = round(seconds, 4)
     extra = {"request_id": scope["state"]["request_id"], "parts": parts}
-    _ACCESS.info("%s %s %s %d %.4f s", *parts.values(), extra=extra)
+    _ACCESS.info("%s %s %s %s %d %.4f s", *parts.values(), extra=extra)
 
 
 class _Endpoint:

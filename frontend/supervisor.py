@@ -412,7 +412,8 @@ class _Supervisor:
             raise ServeError(f"not ready within {timeout_s:g} s (--start-timeout): {self._describe_delay()}") from None
         finally:
             progress.cancel()
-        click.echo(f"shmring: serving on {self._url} ({_pids('engine', self._engines)}, {_pids('frontend', self._frontends)})")
+        pids = f"{_pids('engine', self._engines)}, {_pids('frontend', self._frontends)}"
+        click.echo(f"shmring: serving on {self._url} ({pids}); {self._url}/status shows what it does")
         if self._options.ready_fd is not None:
             self._say_ready(self._options.ready_fd)
         await self._stop.told.wait()

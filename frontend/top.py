@@ -34,6 +34,7 @@ _MOST_ROWS = 64
 _MOST_ERRORS = 5
 _HIGH = 24  # lines of a terminal in which the slab has all its rows
 _GAP = 2  # between two columns
+_SAYS_MORE = 2  # of a table that is cut: with more lines, the last one says how much is not shown
 _LEAST_LONG = 12  # of a name that is cut; below that, a column is left out
 _PLAIN_WIDTH = 120  # where the output is no terminal
 # Of each state: its colour, and its letter, which says the same where there are no colours.
@@ -172,6 +173,7 @@ def _figures(snapshot: RingSnapshot, before: RingSnapshot | None) -> list[str]:
     if _is_server(program):
         texts += [f"{program['running']} running", f"{program['seats_taken']} of {program['seats']} seats taken"]
         texts += [f"{program['paused_requests']} paused", f"{program['waiting']} waiting in line"]
+        texts += [f"{program['preparing']} being prepared"] if program["preparing"] else []
     else:
         texts.append(f"{now['running']} running")
     texts.append(f"{now['waiting']} not yet taken up")
@@ -212,7 +214,7 @@ def _greatest(snapshot: RingSnapshot) -> list[str]:
         return []
     parts, callers = snapshot.program["spending"]["parts"], snapshot.program["callers"]
     texts = [f"{parts[0]['share']:.0%} of the time {parts[0]['what']}"] if parts else []
-    return texts + ([f"{callers[0]['share']:.0%} of steps for {callers[0]['owner']}"] if callers else [])
+    return texts + ([f"{callers[0]['share']:.0%} of what requests took for {callers[0]['owner']}"] if callers else [])
 
 
 def _packed(parts: Iterable[Text], width: int, gap: int) -> list[Text]:
@@ -267,6 +269,8 @@ class _Table:
         marked: for each row, whether it is worth a look.
         long: the column of texts of any length.
         spare: columns that are left out where there is no room, the first one first.
+        urgent: rows that come first where not all are shown.
+        count: of all rows, also those that the snapshot has not; 0: it has all.
     """
 
     headings: list[str]
@@ -274,6 +278,8 @@ class _Table:
     marked: list[bool]
     long: int
     spare: tuple[int, ...] = ()
+    urgent: tuple[int, ...] = ()
+    count: int = 0
 
     def drawn(self, width: int | None = None, rows: int = _MOST_ROWS) -> Table:
         """Returns it, for a terminal.
@@ -282,7 +288,13 @@ class _Table:
             width: that it has; its long texts are cut then. None: as much as it needs.
             rows: the most that are shown.
         """
-        shown = self.rows[:rows]
+        indices = list(range(len(self.rows)))
+        is_cut = rows < len(indices)
+        if is_cut:
+            indices.sort(key=lambda index: index not in self.urgent)
+            indices = indices[: rows - 1 if rows > _SAYS_MORE else rows]
+        more = max(self.count, len(self.rows)) - len(indices)
+        shown = [self.rows[index] for index in indices]
         columns, long_width = list(range(len(self.headings))), 0
         widths = [max(cell_len(row[index]) for row in [self.headings, *shown]) for index in columns]
         if width is not None:
@@ -294,16 +306,19 @@ class _Table:
                 columns.remove(spare.pop(0))
         table = Table(box=None, header_style="dim", padding=(0, _GAP, 0, 0), pad_edge=False)
         for index in columns:
-            is_cut = width is not None and index == self.long
+            is_long = width is not None and index == self.long
             table.add_column(
                 self.headings[index],
                 no_wrap=width is not None,
-                overflow="ellipsis" if is_cut else "fold",
-                max_width=max(1, long_width) if is_cut else None,
+                overflow="ellipsis" if is_long else "fold",
+                max_width=max(1, long_width) if is_long else None,
             )
-        for row, is_marked in zip(shown, self.marked, strict=False):
+        for index, row in zip(indices, shown, strict=True):
             # Text: what callers have sent is no markup.
-            table.add_row(*(Text(row[index]) for index in columns), style="red" if is_marked else None)
+            table.add_row(*(Text(row[column]) for column in columns), style="red" if self.marked[index] else None)
+        if is_cut and rows > _SAYS_MORE:
+            text = Text(f"... {more} more: shmring inspect", "dim")
+            table.add_row(*(text if column == self.long else Text() for column in columns))
         return table
 
 
@@ -331,8 +346,18 @@ def _requests_of_server(snapshot: RingSnapshot) -> _Table:
         ]
         for each in program["requests"]
     ]
-    headings = [f"request ({count})", "state, place", "why it waits", "caller", "prompt", "tokens", "in steps", "age"]
-    return _Table(headings, rows, [False] * len(rows), long=0, spare=(4, 7, 2, 5))
+    headings = [
+        f"request ({count})",
+        "state, place",
+        "what it waits for, or does",
+        "caller",
+        "prompt",
+        "tokens",
+        "in steps",
+        "age",
+    ]
+    waiting = tuple(index for index, each in enumerate(program["requests"]) if each["place"])
+    return _Table(headings, rows, [False] * len(rows), long=0, spare=(4, 7, 2, 5), urgent=waiting, count=count)
 
 
 def _requests_of_ring(snapshot: RingSnapshot) -> _Table:
@@ -350,11 +375,18 @@ def _requests_of_ring(snapshot: RingSnapshot) -> _Table:
 
 def _callers(snapshot: RingSnapshot) -> _Table:
     rows = [
-        [each["owner"], _taken(each["seconds"]), f"{each['share']:.0%}", _taken(each["minute_s"]), f"{each['requests']}"]
+        [
+            each["owner"],
+            _taken(each["seconds"]),
+            _taken(each["decoding_s"]),
+            f"{each['share']:.0%}",
+            _taken(each["minute_s"]),
+            f"{each['requests']}",
+        ]
         for each in snapshot.program["callers"]
     ]
-    headings = ["caller", "in steps, last 10 s", "share", "last minute", "requests"]
-    return _Table(headings, rows, [False] * len(rows), long=0, spare=(4, 3))
+    headings = ["caller", "in steps, last 10 s", "in decoders", "share", "last minute", "requests"]
+    return _Table(headings, rows, [False] * len(rows), long=0, spare=(4, 2, 5))
 
 
 def _spending(snapshot: RingSnapshot) -> _Table:

@@ -30,7 +30,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor
 
@@ -160,6 +160,10 @@ class DecoderPool:
         """Returns how busy the decoders are."""
         return self._places.statistics()
 
+    def take_seconds(self) -> dict[str, float]:
+        """Returns for how many seconds each caller has had decoders since this was asked last; those that run count as well."""
+        return self._places.take_seconds()
+
     def close(self) -> None:
         """Ends decoders that are idle. One that runs ends with its job."""
         self._closed = True
@@ -258,6 +262,8 @@ class _Places:
         self._count_for_large = max(1, count - 1)
         self._taken = Counter[str]()  # by caller
         self._taken_by_large = 0
+        self._running: dict[_Waiter, float] = {}  # those that have places: since when that is not counted yet
+        self._seconds = defaultdict[str, float](float)  # of places, by caller, that were not asked for yet
         self._waiting: list[_Waiter] = []
         self._turns = itertools.count(1)
         self._last_turn: dict[str, int] = {}  # of callers that wait or have places
@@ -281,10 +287,20 @@ class _Places:
         return give_back
 
     def _give_back(self, waiter: _Waiter) -> None:
+        self._seconds[waiter.who] += time.monotonic() - self._running.pop(waiter)
         self._taken[waiter.who] -= 1
         self._taken_by_large -= not waiter.is_small
         self._forget(waiter.who)
         self._grant()
+
+    def take_seconds(self) -> dict[str, float]:
+        """Returns for how many seconds each caller has had places since this was asked last."""
+        now = time.monotonic()
+        for waiter, since in self._running.items():
+            self._seconds[waiter.who] += now - since
+            self._running[waiter] = now
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return seconds
 
     def _forget(self, who: str) -> None:
         if not self._taken[who]:
@@ -307,6 +323,7 @@ class _Places:
                 return
             waiter = min(fitting, key=lambda waiter: (self._taken[waiter.who], self._last_turn.get(waiter.who, 0)))
             self._waiting.remove(waiter)
+            self._running[waiter] = time.monotonic()
             self._taken[waiter.who] += 1
             self._taken_by_large += not waiter.is_small
             self._last_turn[waiter.who] = next(self._turns)

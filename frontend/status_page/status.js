@@ -92,12 +92,14 @@ function drawTiles() {
   const step = !program.executor ? null : program.step ? `${program.step.what}, ${seconds(program.step.age_s)}` : program.paused ? "paused" : program.running ? "between steps" : "idle";
   const ofRing = [["requests running", now.running], ["not yet claimed", now.waiting]];
   const ofSteps = [["running", program.running], ["seats taken", `${program.seats_taken} of ${program.seats}`], ["paused: others' turn", program.paused_requests],
-    ["waiting in line", program.waiting, program.waiting > 0 && program.paused], ["not yet taken up", now.waiting], ["at work on", step, program.step && program.step.age_s > OLD_S]];
-  const tiles = [...(program.requests ? ofSteps : ofRing),
-    ["slab free", bytes(now.free_nbytes)], ["leased", bytes(now.leased_nbytes)], ["kept", bytes(now.kept_nbytes)], ["quarantined", bytes(now.quarantined_nbytes), now.quarantined_nbytes > 0],
-    ["waiting for memory", now.lease_requests_waiting, now.lease_requests_waiting > 0], ["slots draining", now.slots_draining], ["failed so far", now.failed], ["aborted so far", now.aborted],
-    ["protocol errors", now.protocol_errors, now.protocol_errors > 0]];
-  $("tiles").replaceChildren(...tiles.filter(([, value]) => value !== null && value !== undefined).map(([name, value, alarm]) => {
+    ["waiting in line", program.waiting, program.waiting > 0 && program.paused], ["being prepared", program.preparing], ["not yet taken up", now.waiting], ["at work on", step, program.step && program.step.age_s > OLD_S]];
+  drawFigures("tiles", [...(program.requests ? ofSteps : ofRing), ["failed so far", now.failed], ["aborted so far", now.aborted], ["protocol errors", now.protocol_errors, now.protocol_errors > 0]]);
+  drawFigures("memory", [["slab free", bytes(now.free_nbytes)], ["leased", bytes(now.leased_nbytes)], ["kept", bytes(now.kept_nbytes)], ["quarantined", bytes(now.quarantined_nbytes), now.quarantined_nbytes > 0],
+    ["waiting for memory", now.lease_requests_waiting, now.lease_requests_waiting > 0], ["slots draining", now.slots_draining]]);
+}
+
+function drawFigures(id, figures) {
+  $(id).replaceChildren(...figures.filter(([, value]) => value !== null && value !== undefined).map(([name, value, alarm]) => {
     const tile = element("div");
     tile.append(element("dt", name), element("dd", value, alarm ? "alarm" : ""));
     return tile;
@@ -190,14 +192,17 @@ function drawSpending(spending) {
 function drawCallers(callers) {
   $("callers-section").hidden = !callers;
   if (!callers) return;
-  table("callers", [["caller", "text"], ["seconds of steps, last 10 s", "number"], ["share", "number"], ["", "bar"], ["last minute", "number"], ["requests now", "number"]],
-    callers.map(c => [[c.owner, taken(c.seconds), percent(c.share), c.share, taken(c.minute_s), c.requests], false]), callers.length, "nobody has used any");
+  table("callers", [["caller", "text"], ["seconds of steps, last 10 s", "number"], ["of decoders", "number"], ["share", "number"], ["", "bar"], ["last minute", "number"], ["requests now", "number"]],
+    callers.map(c => [[c.owner, taken(c.seconds), taken(c.decoding_s), percent(c.share), c.share, taken(c.minute_s), c.requests], false]), callers.length, "nobody has used any");
 }
 
 function drawRequests(owner) {
   const s = shown, program = s.program, described = program.requests;
   $("seen-by").hidden = !program.seen_by;
   $("seen-by").textContent = `These are the requests of ${program.seen_by}; a key of operators shows those of all callers.`;
+  const inLine = Object.entries(program.line || {}).map(([who, count]) => `${who} ${count}`).join(", ");
+  $("counts").hidden = !described;
+  $("counts").textContent = described ? `${program.running} running, ${program.waiting} waiting${inLine ? ` (${inLine})` : ""}` : "";
   if (!described)
     return table("requests", [["age", "number"], ["state"], ["request", "text"], ["frontend"], ["slots", "number"], ["memory", "number"]],
       s.requests.slice(0, 20).map(r => [[seconds(r.age_s), r.state, r.name || `number ${r.number}`, owner(r.client_id), r.slots.length, bytes(r.nbytes)], r.age_s > OLD_S && r.nbytes > 0]), s.request_count, "none");
@@ -210,7 +215,7 @@ function drawRequests(owner) {
   const rows = described.map(r => row(r, r.state, r.place ?? "", r.why, r.owner, r.prompt_tokens || "", r.tokens || "", taken(r.seconds), memory.get(id(r))));
   for (const r of others)
     rows.push(r.state === "waiting" ? row(r, "arriving", "", "the engine has not taken it up", "", "", "", "", r.nbytes) : row(r, "answered", "", "its frontend takes no replies", "", "", "", "", r.nbytes));
-  table("requests", [["request", "text"], ["state"], ["place", "number"], ["why it waits"], ["caller", "text"], ["prompt tokens", "number"], ["tokens so far", "number"], ["seconds of steps", "number"], ["age", "number"], ["memory", "number"]],
+  table("requests", [["request", "text"], ["state"], ["place", "number"], ["what it waits for, or does"], ["caller", "text"], ["prompt tokens", "number"], ["tokens so far", "number"], ["seconds of steps", "number"], ["age", "number"], ["memory", "number"]],
     rows, program.seen_by ? rows.length : Math.max(all + others.length, rows.length), "none");
 }
 

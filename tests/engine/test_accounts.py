@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from shmring.engine import accounts as module
 from shmring.engine.accounts import Accounts
 
@@ -122,3 +124,19 @@ def test_what_is_told_is_bounded_too() -> None:
     for number in range(2 * module._MAX_TOLD):
         accounts.charge(f"owner {number}", 1.0, 0.0)
     assert len(accounts._minute._used) == module._MAX_TOLD
+
+
+def test_decoders_count_for_people_and_not_for_the_order_and_so_do_requests_that_are_being_prepared() -> None:
+    accounts = Accounts()
+    for owner, used_s in (("steps", 2.0), ("decoders", 1.0)):
+        accounts.enter(owner)
+        accounts.charge(owner, used_s, 30.0)
+    used = accounts.used("decoders")
+    accounts.note_decoding("decoders", 5.0, 30.0)
+    assert accounts.used("decoders") == used
+    told = accounts.describe(30.0, Counter({"decoders": 11, "new": 1}))
+    assert [(each.owner, each.seconds, each.decoding_s, each.share, each.requests, each.preparing) for each in told] == [
+        ("decoders", 1.0, 5.0, 0.75, 12, 11),
+        ("steps", 2.0, 0.0, 0.25, 1, 0),
+        ("new", 0.0, 0.0, 0.0, 1, 1),
+    ]

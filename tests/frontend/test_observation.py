@@ -187,9 +187,25 @@ async def test_an_access_is_a_line_with_its_request(caplog: pytest.LogCaptureFix
         observation = Observation(answer, HttpStatistics(), lambda _: [], access_log=access_log)
         await observation(exchange.scope, exchange.receive, exchange.send)
     [record] = caplog.records
-    assert re.fullmatch(r"127\.0\.0\.1:4711 POST /a/route 204 \d\.\d{4} s", record.getMessage())
+    assert re.fullmatch(r"127\.0\.0\.1:4711 - POST /a/route 204 \d\.\d{4} s", record.getMessage())
     assert record.request_id == "mine"
     assert {"method": "POST", "path": "/a/route", "status": 204}.items() <= record.parts.items()
+
+
+async def test_an_access_names_the_owner_of_its_key_and_says_that_its_caller_has_gone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger=ACCESS)
+
+    async def leave(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"]["caller"] = "alice"  # as authentication does
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"so far", "more_body": True})
+
+    exchange = Exchange()
+    exchange.scope |= {"method": "POST", "path": "/a/route", "client": ("127.0.0.1", 4711)}
+    await Observation(leave, HttpStatistics(), lambda _: [], access_log=True)(exchange.scope, exchange.receive, exchange.send)
+    [record] = caplog.records
+    assert re.fullmatch(r"127\.0\.0\.1:4711 alice POST /a/route 499 \d\.\d{4} s", record.getMessage())
+    assert {"caller": "alice", "status": 499}.items() <= record.parts.items()
 
 
 async def test_a_path_makes_no_line_of_its_own(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ import pytest
 import shmring
 from shmring.engine.loop_lag import LoopLag
 from shmring.engine.protocol import GenerateReply
-from shmring.frontend import status
+from shmring.frontend import app, status
 from shmring.frontend.keys import KeyOwner
 from shmring.frontend.status import Feed
 from tests.frontend.test_inference_chats import GENERATING
@@ -199,3 +199,31 @@ async def test_an_engine_that_is_silent_is_told_of_with_its_process_and_for_how_
             pass
         assert again["silent_s"] < told["silent_s"], "it has answered meanwhile"
     feed.close()
+
+
+async def test_requests_that_a_frontend_prepares_are_seen_with_their_caller(
+    open_core: Any, open_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_EACH_S", 0.01)
+    monkeypatch.setattr(app, "_TELLING_S", 0.01)
+    owners = tuple(KeyOwner(name=name, keys=(f"{name}'s",)) for name in ("alice", "bob"))
+    url = await open_server(await open_core(), api_keys=("alice's", "bob's"), admin_keys=("operator's",), key_owners=owners)
+    _, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer alice's\r\ncontent-type: application/json\r\n"
+    )
+    writer.write(f'{head}content-length: 100\r\n\r\n{{"model":'.encode())  # its body comes, and does not end
+
+    async def seen(key: str, preparing: int) -> Any:
+        async with asyncio.timeout(20):
+            while (program := (await lines_of(url, 1, key))[0]["core"]["program"])["preparing"] != preparing:
+                pass
+        return program
+
+    program = await seen("operator's", 1)
+    assert [(each["owner"], each["requests"], each["preparing"]) for each in program["callers"]] == [("alice", 1, 1)]
+    assert program["spending"]["cause"].startswith("1 request is being prepared in frontends (")
+    assert program["spending"]["whose"] == "1 of those that are being prepared are of alice."
+    assert "alice" not in json.dumps((await seen("bob's", 1))["spending"])
+    writer.close()
+    assert (await seen("operator's", 0))["callers"] == []

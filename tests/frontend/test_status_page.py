@@ -144,7 +144,9 @@ async def test_who_costs_most_what_takes_the_time_and_where_requests_stand(
             shown = [tiles[name] for name in ("running", "seats taken", "paused: others' turn", "waiting in line")]
             assert shown == ["1", "1 of 1", "1", "1"]
             titles, *rows = await rows_of(page, "requests")
-            assert titles[:6] == ["request", "state", "place", "why it waits", "caller", "prompt tokens"]
+            assert titles[:6] == ["request", "state", "place", "what it waits for, or does", "caller", "prompt tokens"]
+            assert await page.locator("#counts").text_content() == "1 running, 1 waiting (a<b>lice 1)"
+            assert not {"slab free", "kept"} & tiles.keys(), "memory stands beside the slab"
             by_name = {row[0]: row for row in rows}
             assert by_name["<i>second"][1:5] == ["waiting", "1", "all seats are taken", "a<b>lice"]
             assert sorted(by_name[name][1:4] for name in ("first", "third")) == [
@@ -155,8 +157,8 @@ async def test_who_costs_most_what_takes_the_time_and_where_requests_stand(
             assert (caller, int(prompt_tokens) > 0, int(tokens) > 0) == ("a<b>lice", True, True)
             assert re.fullmatch(r"[0-9.]+ s", spent)
             _, *callers = await rows_of(page, "callers")
-            assert [(row[0], row[4]) for row in callers] == [("a<b>lice", "2"), ("bob", "1")]
-            assert all(re.fullmatch(r"[0-9.]+ s", row[1]) and re.fullmatch(r"[0-9.]+ %", row[2]) for row in callers)
+            assert [(row[0], row[5]) for row in callers] == [("a<b>lice", "2"), ("bob", "1")]
+            assert all(re.fullmatch(r"[0-9.]+ s", row[1]) and re.fullmatch(r"[0-9.]+ %", row[3]) for row in callers)
             assert "Choosing tokens takes" in await page.locator("#cause").text_content()
             _, *parts = await rows_of(page, "spending")
             told = [row[1] for row in parts]

@@ -456,7 +456,8 @@ async def test_it_says_that_it_is_ready_and_ends_at_a_signal(
     address = server._listening.getsockname()
     engine, *frontends = server.pids()
     pids = f"(engine pid {engine}, frontend pids {frontends[0]} {frontends[1]})"
-    assert output == f"shmring: serving on http://127.0.0.1:{address[1]} {pids}\n"
+    url = f"http://127.0.0.1:{address[1]}"
+    assert output == f"shmring: serving on {url} {pids}; {url}/status shows what it does\n"
     with os.fdopen(reading) as word:  # which ends: nobody has the descriptor any more
         assert msgspec.json.decode(word.read(), type=Serving) == Serving(f"http://127.0.0.1:{address[1]}", [engine], frontends)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -153,7 +153,9 @@ async def test_a_server_says_where_requests_stand_who_costs_most_and_what_takes_
     assert re.search(r"loop late by \d+ ms", text)
     assert "Choosing tokens takes" in text.replace("\n", " ")
     assert re.search(
-        r"^request \(3\) +state, place +why it waits +caller +prompt +tokens +in steps +age *$", text, re.MULTILINE
+        r"^request \(3\) +state, place +what it waits for, or does +caller +prompt +tokens +in steps +age *$",
+        text,
+        re.MULTILINE,
     )
     assert re.search(
         r"^\[i\]second\\x1b\[2J +waiting 1 +all seats are taken +al\[red\]ice +0\.00 s +\d+ s *$", text, re.MULTILINE
@@ -165,7 +167,9 @@ async def test_a_server_says_where_requests_stand_who_costs_most_and_what_takes_
     assert int(first[1]) > 0
     assert int(first[2]) > 0
     assert re.search(
-        r"^al\[red\]ice +[0-9.]+ s +\d+% +[0-9.]+ s +2 *\nbob +[0-9.]+ s +\d+% +[0-9.]+ s +1 *$", text, re.MULTILINE
+        r"^al\[red\]ice +[0-9.]+ s +[0-9.]+ s +\d+% +[0-9.]+ s +2 *\nbob +[0-9.]+ s +[0-9.]+ s +\d+% +[0-9.]+ s +1 *$",
+        text,
+        re.MULTILINE,
     ), text
     assert re.search(r"^\d+% +choosing tokens *\n(?:.*\n)*?\d+% +other work of steps *$", text, re.MULTILINE), text
     for width, height in ((80, 24), (60, 20)):
@@ -176,7 +180,28 @@ async def test_a_server_says_where_requests_stand_who_costs_most_and_what_takes_
         for part in ("request (3)", "al[red]ice", "choosing tokens", "caller", "frontend (1)"):
             assert part in "\n".join(lines), lines
     [line] = top._greatest(snapshot)[1:]
-    assert re.fullmatch(r"\d+% of steps for al\[red\]ice", line)
+    assert re.fullmatch(r"\d+% of what requests took for al\[red\]ice", line)
+
+
+def test_where_not_all_requests_are_shown_those_that_wait_come_first_and_the_rest_is_counted() -> None:
+    rows = [[f"request {number}", "waiting" if number >= 10 else "running"] for number in range(12)]
+    table = top._Table(["request", "state"], rows, [False] * 12, long=0, urgent=(10, 11), count=40)
+    console = Console(width=60, file=io.StringIO())
+    console.print(table.drawn(60, 5))
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        "request 10",
+        "request 11",
+        "request 0",
+        "request 1",
+        "... 36 more: shmring inspect",
+    ]
+    console = Console(width=60, file=io.StringIO())
+    console.print(table.drawn(60, 12))
+    assert [line.split("  ")[0] for line in console.file.getvalue().splitlines()][1:3] == [  # type: ignore[attr-defined]
+        "request 0",
+        "request 1",
+    ]
 
 
 # -- what fits a terminal -----------------------------------------------------------------------------------------------

@@ -298,6 +298,22 @@ async def test_callers_have_decoders_in_turn() -> None:
     assert not places._taken
 
 
+async def test_seconds_of_decoders_are_counted_by_caller_also_while_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, places = 100.0, _Places(2)
+    monkeypatch.setattr(decoder_pool.time, "monotonic", lambda: now_s)
+    caller.set("heavy")
+    give_back = await places.take(is_small=True)
+    now_s = 104.0
+    assert places.take_seconds() == {"heavy": 4.0}
+    caller.set("light")
+    (await places.take(is_small=True))()
+    now_s = 105.0
+    give_back()
+    assert places.take_seconds() == {"heavy": 1.0, "light": 0.0}
+    now_s = 106.0
+    assert not places.take_seconds()
+
+
 async def test_one_caller_s_media_have_their_order_and_small_ones_the_last_place() -> None:
     places = _Places(2)
     first_large = await places.take(is_small=False)

@@ -1,0 +1,47 @@
+"""Requests that are on their way to an engine, for people: frontends tell how many each caller has.
+
+A frontend reports each second, as long as it has such requests. Who has not reported for longer has gone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from shmring.engine.protocol import PreparingReport
+
+__all__ = ["PreparingReports"]
+
+_FRESH_S = 3.0  # a busy frontend may be late
+
+
+class PreparingReports:
+    """The last report of each frontend. A book: the time is an argument of each call."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, tuple[float, PreparingReport]] = {}
+
+    def take(self, report: PreparingReport, now: float) -> None:
+        """Takes a report in the place of the last one of the same frontend."""
+        self._drop_old(now)
+        self._reports[report.frontend] = now, report
+
+    def requests(self, now: float) -> Counter[str]:
+        """Returns how many requests are being prepared, by caller."""
+        self._drop_old(now)
+        counts = Counter[str]()
+        for _, report in self._reports.values():
+            counts.update({owner: requests for owner, (requests, _) in report.callers.items() if requests})
+        return counts
+
+    def text(self, now: float) -> str:
+        """Returns a sentence on them, if there are any."""
+        count = self.requests(now).total()
+        if not count:
+            return ""
+        reports = [report for _, report in self._reports.values()]
+        busy, decoders = sum(report.busy for report in reports), sum(report.decoders for report in reports)
+        requests = "1 request is" if count == 1 else f"{count} requests are"
+        return f"{requests} being prepared in frontends (bodies, pictures, sounds; {busy} of {decoders} decoders are busy)."
+
+    def _drop_old(self, now: float) -> None:
+        self._reports = {name: each for name, each in self._reports.items() if now - each[0] < _FRESH_S}
