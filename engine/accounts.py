@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 __all__ = ["NOW_S", "Accounts", "Caller"]
 
@@ -131,16 +132,22 @@ class Accounts:
         if seconds:
             self._decoding.add(owner, seconds, now)
 
-    def describe(self, now: float, preparing: Counter[str] | None = None) -> list[Caller]:
+    def describe(
+        self, now: float, preparing: Counter[str] | None = None, working_s: Iterable[Mapping[str, float]] = ()
+    ) -> list[Caller]:
         """Returns who uses most, who has used most in the last minute and who has most requests: a few owners, the first one
         uses most.
 
         Args:
             now: the time, in seconds.
             preparing: by owner, the requests that are being prepared in frontends.
+            working_s: by owner, seconds that work for it takes already, and that it has not been charged for.
         """
         preparing = preparing or Counter()
         seconds, minute, decoding = self._now.sums(now), self._minute.sums(now), self._decoding.sums(now)
+        for each in working_s:
+            for owner, taken_s in each.items():
+                seconds[owner] = seconds.get(owner, 0.0) + min(taken_s, NOW_S)
         requests = self._requests + preparing
         most = [heapq.nlargest(_TOLD, used, key=used.__getitem__) for used in (seconds, minute, decoding)]
         owners = {owner for each in most for owner in each} | {owner for owner, _ in requests.most_common(_TOLD)}

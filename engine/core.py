@@ -29,7 +29,7 @@ import shmring
 from shmring.core.loggers import logger_of
 from shmring.door import seconds_of
 from shmring.engine.answers import checked, without_frames
-from shmring.engine.described_requests import describe_requests
+from shmring.engine.described_requests import being_prepared, describe_requests, texts_of
 from shmring.engine.executor_thread import ExecutorThread
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, OverloadedError, StepInput, StepOutput
 from shmring.engine.logs import concerned
@@ -456,8 +456,11 @@ class EngineCore:
         self._note_spending(now, stepped_s)
         lag_s, lag_ago_s = self._lag.longest()
         preparing = self._preparing.requests(now)
-        callers = self._scheduler.accounts.describe(now, preparing)
-        line = " ".join(filter(None, (self._line(), self._preparing.text(now))))
+        working_s: Mapping[str, Mapping[str, float]] = getattr(self._executor, "working_s", dict)()
+        callers = self._scheduler.accounts.describe(now, preparing, working_s.values())
+        waiting = being_prepared(self._stepping, self._executor)
+        line = " ".join(filter(None, (self._line(), self._preparing.text(now), *texts_of(waiting))))
+        spending = self._spending.describe(now, self._recent_steps_s, line, working_s)
         return {
             "executor": description.executor,
             "model": description.model,
@@ -475,7 +478,7 @@ class EngineCore:
             "step": None if busy is None else {"what": busy[0], "age_s": now - busy[1]},
             "steps_s": [round(seconds, 6) for seconds in self._recent_steps_s],
             "spent_s": {part: round(seconds, 6) for part, seconds in self._spent_s().items()},
-            "spending": self._spending.describe(now, self._recent_steps_s, line) | {"whose": whose(callers)},
+            "spending": spending | {"whose": whose(callers, waiting)},
             "callers": msgspec.to_builtins(callers),
             "requests": describe_requests(self._scheduler, self._stepping, self._executor, now, is_paused=self._paused),
             "line": dict(Counter(request.owner for request in self._scheduler.line()).most_common(_MAX_IN_LINE)),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from shmring.core.printable import printable
-from shmring.engine.executors.interface import Executor
+from shmring.engine.executors.interface import BEING_PREPARED, Executor
 from shmring.engine.request import EngineRequest
 from shmring.engine.scheduler import Scheduler
 
-__all__ = ["describe_requests"]
+__all__ = ["being_prepared", "describe_requests", "texts_of"]
 
 _MOST = 64  # in a snapshot
 
@@ -34,22 +34,41 @@ def describe_requests(
     """
     running = [(request, None) for request in scheduler]
     waiting = [(request, place) for place, request in enumerate(scheduler.line(), 1)]
-    return [
-        {
-            "client_id": request.claim.client_id,
-            "number": request.claim.request_id,
-            "name": printable(request.claim.name),
-            "owner": request.owner,
-            "state": "waiting" if place else "running" if request in stepping else "paused",
-            "place": place,
-            "why": _why_in_line(scheduler, is_paused) if place else _why_not_written(request, stepping, executor),
-            "age_s": round(now - request.arrived_at, 3),
-            "prompt_tokens": request.prompt_tokens,
-            "tokens": request.tokens,
-            "seconds": round(request.seconds, 6),
-        }
-        for request, place in _some_of_each([*running, *waiting])
-    ]
+    described = []
+    for request, place in _some_of_each([*running, *waiting]):
+        why = _why_in_line(scheduler, is_paused) if place else _why_not_written(request, stepping, executor)
+        state = "waiting" if place else "preparing" if why in BEING_PREPARED else "running" if request in stepping else "paused"
+        described.append(
+            {
+                "client_id": request.claim.client_id,
+                "number": request.claim.request_id,
+                "name": printable(request.claim.name),
+                "owner": request.owner,
+                "state": state,
+                "place": place,
+                "why": why,
+                "age_s": round(now - request.arrived_at, 3),
+                "prompt_tokens": request.prompt_tokens,
+                "tokens": request.tokens,
+                "seconds": round(request.seconds, 6),
+            }
+        )
+    return described
+
+
+def being_prepared(stepping: Set[EngineRequest], executor: Executor) -> dict[str, Counter[str]]:
+    """Returns how many requests of a step wait for what is prepared beside steps, by what that is and by owner."""
+    waiting: dict[str, Counter[str]] = {}
+    for request in stepping:
+        if (what := BEING_PREPARED.get(_why_not_written(request, stepping, executor))) is not None:
+            waiting.setdefault(what, Counter())[request.owner] += 1
+    return waiting
+
+
+def texts_of(waiting: Mapping[str, Counter[str]]) -> list[str]:
+    """Returns a sentence for each thing that requests wait for, as :func:`being_prepared` returns them."""
+    counts = {what: owners.total() for what, owners in waiting.items()}
+    return [f"{count} {'request waits' if count == 1 else 'requests wait'} for {what}." for what, count in counts.items()]
 
 
 def _some_of_each(requests: Sequence[tuple[EngineRequest, int | None]]) -> list[tuple[EngineRequest, int | None]]:

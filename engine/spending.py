@@ -6,7 +6,7 @@ that the step that is running counts as well.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -68,20 +68,24 @@ class Spending:
             self._before.append((second, self._noted))
         self._noted = {**parts, _STEPS: steps}
 
-    def describe(self, now: float, steps_s: Sequence[float], line: str = "") -> dict[str, Any]:
+    def describe(
+        self, now: float, steps_s: Sequence[float], line: str = "", working_s: Mapping[str, Mapping[str, float]] | None = None
+    ) -> dict[str, Any]:
         """Returns what the last seconds were spent on: ``over_s`` of them, the share of ``steps``, ``parts`` and a ``cause``.
 
         Args:
             now: the time, in seconds.
             steps_s: how long the last steps took.
             line: a sentence on requests that wait for others, which comes first; empty: none do.
+            working_s: by part and owner, seconds that work beside steps takes already, which is not noted before it ends.
         """
         first = int(now) - NOW_S + 1
         before = next((noted for second, noted in self._before if second >= first), self._noted)
         spent = {part: seconds - before.get(part, 0.0) for part, seconds in self._noted.items()}
         steps = spent.pop(_STEPS, 0.0)
         over_s = max(now - max(first, self._began), steps, 0.001)  # a step counts where it ends, also if it began before
-        beside = [_Share(spent.pop(part, 0.0) / over_s, *texts) for part, texts in _BESIDE.items()]
+        working = {part: sum(min(each, over_s) for each in owners.values()) for part, owners in (working_s or {}).items()}
+        beside = [_Share((spent.pop(part, 0.0) + working.get(part, 0.0)) / over_s, *texts) for part, texts in _BESIDE.items()]
         _take_stops(spent, steps)
         usual = spent.get(_USUAL, 0.0) / over_s
         shares = [_Share(seconds / over_s, *_PARTS.get(part, (part, ""))) for part, seconds in spent.items()]
@@ -95,6 +99,7 @@ class Spending:
         causes += [f"Beside steps, {each.what} took {each.share:.0%} of a processor: {each.why}." for each in much]
         causes += _parts_text(avoidable, usual)
         shares += [_Share(each.share, f"{each.what}, beside the steps", "") for each in beside]
+        shares.sort(key=lambda share: -share.share)
         return {
             "over_s": round(over_s, 3),
             "steps": round(steps / over_s, 4),
@@ -139,11 +144,12 @@ def _parts_text(avoidable: _Share, usual: float) -> list[str]:
     return [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
 
 
-def whose(callers: Sequence[Caller]) -> str:
+def whose(callers: Sequence[Caller], waiting: Mapping[str, Counter[str]] | None = None) -> str:
     """Returns who takes most of the steps and of decoders, if one does, and who has most of what is being prepared.
 
     Args:
         callers: as :meth:`~shmring.engine.accounts.Accounts.describe` returns them.
+        waiting: how many requests of a step wait for what is prepared beside it, by what that is and by owner.
     """
     texts = []
     if callers and callers[0].share >= _WHOSE:
@@ -155,4 +161,7 @@ def whose(callers: Sequence[Caller]) -> str:
     preparing = max(callers, key=lambda each: each.preparing, default=None)
     if preparing is not None and preparing.preparing:
         texts.append(f"{preparing.preparing} of those that are being prepared are of {preparing.owner}.")
+    for what, owners in (waiting or {}).items():
+        owner, count = owners.most_common(1)[0]
+        texts.append(f"{count} of those that wait for {what} are of {owner}.")
     return " ".join(texts)

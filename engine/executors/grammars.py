@@ -29,7 +29,7 @@ import numpy.typing as npt
 from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.executors.forms import Form, write_grammar
 from shmring.engine.executors.interface import FormError
-from shmring.engine.executors.shared_threads import SharedThreads
+from shmring.engine.executors.shared_threads import SharedThreads, summed
 from shmring.engine.executors.trials import TRIAL_LIMITS, FormTokens, Trial, Trials, refused
 from shmring.engine.form_faults import explained
 
@@ -237,6 +237,10 @@ class Grammars:
             seconds += grammar.seconds
             grammar.seconds = 0.0
         return seconds
+
+    def working_s(self) -> dict[str, float]:
+        """Returns how long work on forms that has not ended takes already, by owner. From any thread."""
+        return summed([self._trials.working_s(), self._compiling.working_s(), self._masking.working_s()])
 
     def wait(self, seconds: float) -> None:
         """Waits a little until something is ready that a request waits for."""

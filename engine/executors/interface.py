@@ -139,6 +139,13 @@ def priced(output: StepOutput | Exception, seconds: float) -> StepOutput | Excep
     return msgspec.structs.replace(output, seconds=output.seconds + seconds)
 
 
+#: What requests wait for that no step can go on with yet, and how a sentence on several of them says it.
+BEING_PREPARED = {
+    "its form is being prepared": "forms (schemas, patterns)",
+    "its prompt is being prepared": "prompts to be laid out",
+}
+
+
 @runtime_checkable
 class Executor(Protocol):
     """An executor computes. It is called from one thread, one step at a time, never from the event loop.
@@ -148,7 +155,9 @@ class Executor(Protocol):
     :meth:`shmring.engine.client.EngineClient.collective_rpc`; ``reset_mm_cache``, if there is one, has a call of its
     own. For operators, an attribute ``spent_s``, if there is one, says what steps were spent on so far: seconds by part. And a
     method ``waits_for``, if there is one, says in a few words what a request of the step waits for, by its ``request_id``, or
-    nothing. It is called from the event loop, while a step may be running.
+    nothing; :data:`BEING_PREPARED` has the words for requests that no step can go on with yet. And a method ``working_s``, if
+    there is one, says for how many seconds threads have been at work beside steps on what has not ended, by part (``forms``,
+    ``preparing``) and owner. Both are called from the event loop, while a step may be running.
     """
 
     def describe(self) -> ModelDescription:

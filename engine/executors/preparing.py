@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-from shmring.engine.executors.shared_threads import SharedThreads
+from shmring.engine.executors.shared_threads import SharedThreads, summed
 
 __all__ = ["LOOKING_S", "MEDIA", "TEXTS", "Preparing", "is_long", "thread_for"]
 
@@ -103,6 +103,10 @@ class Preparing(Generic[_Prepared]):
     def take_seconds(self, request_id: int) -> float:
         """Returns how many seconds of a thread a request has taken, beside steps, since this was asked last."""
         return self._seconds.pop(request_id, 0.0)
+
+    def working_s(self) -> dict[str, float]:
+        """Returns how long work that has not ended takes already, by owner. From any thread."""
+        return summed(threads.working_s() for threads in self.threads.values())
 
     def wait(self, request_ids: Iterable[int], others: Iterable[concurrent.futures.Future[Any]] = ()) -> None:
         """Waits a little until something is ready for one of the requests, or another future is."""

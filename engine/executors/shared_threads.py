@@ -10,18 +10,27 @@ Invariant: as long as a job could be begun, as many threads work as there are.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Any, TypeVar
 
 from shmring.engine.accounts import Accounts
 
-__all__ = ["SharedThreads"]
+__all__ = ["SharedThreads", "summed"]
 
 _Result = TypeVar("_Result")
 _Job = tuple[Future[Any], Callable[[], tuple[Any, float]]]
+
+
+def summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the sums of seconds by owner."""
+    sums = defaultdict[str, float](float)
+    for part in parts:
+        for owner, seconds in part.items():
+            sums[owner] += seconds
+    return dict(sums)
 
 
 class SharedThreads:
@@ -39,6 +48,7 @@ class SharedThreads:
         self._accounts = Accounts()
         self._waiting: dict[str, deque[_Job]] = {}  # by owner, in the order in which owners came
         self._busy: set[str] = set()  # owners
+        self._began: dict[str, float] = {}  # when the job of each of these was begun
         self._working = 0  # threads
         self._closed = False
 
@@ -64,6 +74,12 @@ class SharedThreads:
                 self._working += 1
                 self._threads.submit(self._work)
         return future
+
+    def working_s(self) -> dict[str, float]:
+        """Returns, by owner, the seconds since its job was begun, which nobody has been charged for yet. From any thread."""
+        with self._lock:
+            now = time.monotonic()
+            return {owner: now - began for owner, began in self._began.items()}
 
     def close(self) -> None:
         """Begins nothing more, and waits for nothing."""
@@ -91,6 +107,7 @@ class SharedThreads:
             del future, work, job  # the results and what they were made of are their owners' alone
             with self._lock:
                 self._busy.remove(owner)
+                del self._began[owner]
                 self._accounts.charge(owner, used_s, time.monotonic())
                 self._accounts.leave(owner)
 
@@ -105,4 +122,5 @@ class SharedThreads:
             if not self._waiting[owner]:
                 del self._waiting[owner]
             self._busy.add(owner)
+            self._began[owner] = time.monotonic()
             return owner, future, work

@@ -415,6 +415,10 @@ class TransformersExecutor:
                 return f"its prompt is being read: {answer.context.length:,} of {len(prompt):,} tokens"
         return ""
 
+    def working_s(self) -> dict[str, dict[str, float]]:
+        """Says for how long threads have worked beside steps on what has not ended, by part and owner. From any thread."""
+        return {"forms": self._grammars.working_s(), "preparing": self._preparing.working_s()}
+
     @contextlib.contextmanager
     def _taking(self, request_id: int, part: str) -> Iterator[None]:
         """Counts the time of a block as what a request took of the step, and what the step was spent on."""

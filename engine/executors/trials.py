@@ -200,6 +200,10 @@ class Trials:
         # Not raised itself: the frames of this step would be with it.
         raise OverloadedError(str(error)) if isinstance(error, OverloadedError) else RuntimeError(str(error))
 
+    def working_s(self) -> dict[str, float]:
+        """Returns how long trials that have not ended take already, by owner. From any thread."""
+        return self._threads.working_s()
+
     def close(self) -> None:
         """Ends what is being tried; nothing can be tried any more."""
         self._threads.close()

@@ -140,3 +140,10 @@ def test_decoders_count_for_people_and_not_for_the_order_and_so_do_requests_that
         ("steps", 2.0, 0.0, 0.25, 1, 0),
         ("new", 0.0, 0.0, 0.0, 1, 1),
     ]
+
+
+def test_work_that_has_not_ended_counts_for_whom_it_is_done() -> None:
+    accounts = Accounts()
+    accounts.charge("steps", 4.0, 30.0)
+    told = accounts.describe(30.0, working_s=[{"forms": 30.0}, {"forms": 2.0, "steps": 1.0}])
+    assert [(each.owner, each.seconds) for each in told] == [("forms", 12.0), ("steps", 5.0)]

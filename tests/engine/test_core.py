@@ -233,6 +233,31 @@ async def test_nobody_pays_for_time_in_which_the_engine_did_not_run(socket_dir: 
         assert parts["not getting to run"] > 0
 
 
+async def test_requests_of_a_step_whose_forms_are_prepared_say_so_and_what_that_takes_counts_before_it_ends(
+    socket_dir: Path,
+) -> None:
+    gate = Gate()
+    async with engine_and_client(gate, socket_dir) as (core, client):
+        executor: Any = core._executor
+        executor.waits_for = lambda _: "its form is being prepared"
+        executor.working_s = lambda: {"forms": {"alice": 6.0}, "preparing": {}}
+        request = msgspec.structs.replace(request_of(1), owner="alice")
+        answer = asyncio.create_task(encode(client, request))
+        await until(lambda: gate.seen)
+        program = (await client.inspect("core")).program
+        [described] = program["requests"]
+        assert (described["state"], described["why"]) == ("preparing", "its form is being prepared")
+        assert program["callers"][0]["seconds"] >= 6.0
+        assert "1 request waits for forms (schemas, patterns). " in program["spending"]["cause"]
+        assert "has room" not in program["spending"]["cause"]
+        assert program["spending"]["whose"].endswith("1 of those that wait for forms (schemas, patterns) are of alice.")
+        assert "forms of answers (schemas, patterns), beside the steps" in [
+            each["what"] for each in program["spending"]["parts"]
+        ]
+        gate.let()
+        await answer
+
+
 async def test_requests_that_wait_for_seats_are_the_first_thing_that_is_said(socket_dir: Path) -> None:
     gate = Gate()
     async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):

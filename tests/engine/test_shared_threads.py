@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from shmring.engine.executors import shared_threads
 from shmring.engine.executors.shared_threads import SharedThreads
 
 _LIMIT_S = 60
@@ -68,6 +69,22 @@ def test_an_owner_has_one_job_at_a_time_and_others_come_between(threads: Callabl
     jobs.end("few")
     assert few.result(_LIMIT_S) == "few"
     assert jobs.begun == ["many 0", "few", "many 1", "many 2", "many 3"]
+
+
+def test_work_is_told_of_while_it_is_done(threads: Callable[[int], SharedThreads], monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(shared_threads.time, "monotonic", lambda: now_s)
+    pool, jobs = threads(1), Jobs()
+    first, second = pool.submit("a", jobs.make("a")), pool.submit("b", jobs.make("b"))
+    jobs.wait_for(1)
+    now_s = 130.0
+    assert pool.working_s() == {"a": 30.0}
+    jobs.end("a")
+    first.result(_LIMIT_S)
+    jobs.wait_for(2)
+    assert pool.working_s() == {"b": 0.0}
+    jobs.end("b")
+    second.result(_LIMIT_S)
 
 
 def test_who_has_used_least_is_next(threads: Callable[[int], SharedThreads]) -> None:

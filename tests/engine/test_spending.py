@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 
@@ -137,3 +138,13 @@ def test_who_takes_most_is_named_if_it_is_one() -> None:
         "Of what requests took, 95% was for bob: 0.5 s in 10 s, and 9.0 s of decoders. 11 of those that are being prepared are "
         "of bob."
     )
+    waiting = {"forms (schemas, patterns)": Counter({"alice": 8, "bob": 1})}
+    assert whose([], waiting) == "8 of those that wait for forms (schemas, patterns) are of alice."
+
+
+def test_what_other_threads_do_counts_while_they_do_it() -> None:
+    spending = Spending(0.0)
+    spending.note(9.5, 1.0, {"forms": 0.0})
+    told = spending.describe(9.5, [0.1], "8 requests wait.", {"forms": {"alice": 30.0, "bob": 1.9}})
+    assert told["parts"][0] == {"what": "forms of answers (schemas, patterns), beside the steps", "share": 1.2}
+    assert "Beside steps, forms of answers (schemas, patterns) took 120% of a processor: " in told["cause"]

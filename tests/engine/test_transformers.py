@@ -19,7 +19,14 @@ import torch
 
 from shmring.engine.executors import create_executor, preparing
 from shmring.engine.executors.detokenizer import TokenBytes
-from shmring.engine.executors.interface import ContextLengthError, Executor, ExecutorOptions, StepInput, StepOutput
+from shmring.engine.executors.interface import (
+    BEING_PREPARED,
+    ContextLengthError,
+    Executor,
+    ExecutorOptions,
+    StepInput,
+    StepOutput,
+)
 from shmring.engine.protocol import (
     ChatMessage,
     EncodeRequest,
@@ -674,6 +681,8 @@ def test_answers_go_on_while_a_picture_is_looked_at(executor: TransformersExecut
         assert isinstance(outputs[0], StepOutput)
         assert (outputs[0].reply, outputs[0].finished, outputs[0].keep_inputs) == (None, False, False)
         assert executor.waits_for(1) == "its prompt is being prepared"
+        assert executor.waits_for(1) in BEING_PREPARED
+        assert executor.working_s()["preparing"][""] > 0, "it counts before it ends"
         tokens += outputs[1].reply.token_ids if outputs[1].reply is not None else []
     assert outputs[1].finished
     assert tokens == expected
