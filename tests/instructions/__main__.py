@@ -38,7 +38,7 @@ def main() -> None:
         earlier = Path(named).resolve() if Path(named).is_dir() else commit_of(named)
     except NotThere:
         _skip(
-            f"the commit {named}, which this one is compared with, is not here; with a shallow clone: git fetch origin {named}"
+            f"the commit {named}, which this one is compared with, is not here; in a shallow clone: git fetch --depth 1 origin {named}"
         )
     with ThreadPoolExecutor() as pool:
         measuring = pool.submit(_measured, ROOT, asked.cases)
