@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from tests.instructions import ratios
 from tests.instructions.callgrind import Count, Failed, measure
-from tests.instructions.earlier import ROOT, NotThere, built, commit_of, keep_bytecode
+from tests.instructions.earlier import ROOT, NotThere, built, commit_of, is_compiled, keep_bytecode
 from tests.instructions.verdicts import BUDGET, Budget, as_json, judge
 
 _SKIPPED = 77  # the exit status that says so to whoever started this, as automake's tests do
@@ -32,13 +32,16 @@ def main() -> None:
     asked = parser.parse_args()
     if shutil.which("valgrind") is None:
         _skip("valgrind is not installed (Debian: apt install valgrind)")
+    if not is_compiled():
+        sys.exit("The core is older than its sources: make install")
     budget = Budget.read(BUDGET.read_text())
     named = asked.beside or budget.beside
     try:
         earlier = Path(named).resolve() if Path(named).is_dir() else commit_of(named)
     except NotThere:
         _skip(
-            f"the commit {named}, which this one is compared with, is not here; in a shallow clone: git fetch --depth 1 origin {named}"
+            f"the commit {named}, which this one is compared with, is not here; "
+            f"in a shallow clone: git fetch --depth 1 origin {named}"
         )
     with ThreadPoolExecutor() as pool:
         measuring = pool.submit(_measured, ROOT, asked.cases)

@@ -60,6 +60,13 @@ def built(commit: str) -> Path:
     return directory
 
 
+def is_compiled() -> bool:
+    """Whether what is compiled in this checkout is not older than its sources."""
+    libraries = [path.stat().st_mtime for path in (ROOT / "shmring").glob("*/*.so")]
+    sources = [path.stat().st_mtime for path in (ROOT / "shmring").glob("*/*.[pch]*") if path.suffix in {".pyx", ".c", ".h"}]
+    return bool(libraries) and max(libraries) >= max(sources)
+
+
 def keep_bytecode(checkout: Path) -> None:
     """Has Python's bytecode there: a process that compiles its modules has another heap than one that loads them."""
     for package in (checkout / "shmring", checkout / "engine", checkout / "frontend", Path(__file__).parent):
