@@ -40,8 +40,10 @@ class PreparingReports:
             return ""
         reports = [report for _, report in self._reports.values()]
         busy, decoders = sum(report.busy for report in reports), sum(report.decoders for report in reports)
+        waiting = sum(report.waiting for report in reports)
         requests = "1 request is" if count == 1 else f"{count} requests are"
-        return f"{requests} being prepared in frontends (bodies, pictures, sounds; {busy} of {decoders} decoders are busy)."
+        media = f"{busy} of {decoders} decoders are busy{f', and {waiting} media wait for one' if waiting else ''}"
+        return f"{requests} being prepared in frontends (bodies, pictures, sounds; {media})."
 
     def _drop_old(self, now: float) -> None:
         self._reports = {name: each for name, each in self._reports.items() if now - each[0] < _FRESH_S}

@@ -86,12 +86,14 @@ class PreparingReport(msgspec.Struct, frozen=True):
         callers: for each caller, how many such requests it has, and the seconds that it had decoders since the last report.
         decoders: how many the frontend may have.
         busy: how many of these work.
+        waiting: media that wait for one. (Large ones leave the last decoder to small ones.)
     """
 
     frontend: str
     callers: dict[str, tuple[int, float]]
     decoders: int
     busy: int
+    waiting: int
 
 
 # -- media --------------------------------------------------------------------------------------------------------------

@@ -305,7 +305,7 @@ class _Routes:
                 decoders = self._intake.statistics().decoders
                 callers = {who: (requests[who], round(seconds.get(who, 0.0), 3)) for who in most if who}
                 with contextlib.suppress(shmring.ShmringError, TimeoutError):  # there is no engine to tell
-                    report = PreparingReport(name, callers, decoders.total, decoders.total - decoders.free)
+                    report = PreparingReport(name, callers, decoders.total, decoders.total - decoders.free, decoders.waiting)
                     await self._engine.tell_preparing(report)
             had_any = bool(most)
 

@@ -202,7 +202,7 @@ function drawRequests(owner) {
   $("seen-by").textContent = `These are the requests of ${program.seen_by}; a key of operators shows those of all callers.`;
   const inLine = Object.entries(program.line || {}).map(([who, count]) => `${who} ${count}`).join(", ");
   $("counts").hidden = !described;
-  $("counts").textContent = described ? `${program.running} running, ${program.waiting} waiting${inLine ? ` (${inLine})` : ""}` : "";
+  $("counts").textContent = described ? `${program.running} running, ${program.waiting} waiting${inLine ? ` (${inLine})` : ""}${program.preparing ? `, ${program.preparing} being prepared in frontends` : ""}` : "";
   if (!described)
     return table("requests", [["age", "number"], ["state"], ["request", "text"], ["frontend"], ["slots", "number"], ["memory", "number"]],
       s.requests.slice(0, 20).map(r => [[seconds(r.age_s), r.state, r.name || `number ${r.number}`, owner(r.client_id), r.slots.length, bytes(r.nbytes)], r.age_s > OLD_S && r.nbytes > 0]), s.request_count, "none");

@@ -81,7 +81,7 @@ async def test_callers_see_their_own_requests_and_operators_all(
 
     def describe() -> dict[str, Any]:
         callers = [{"owner": name, "seconds": 1.0} for name in ("alice", "bob")]
-        return {"requests": claimed, "callers": callers, "spending": {"whose": "bob"}}
+        return {"requests": claimed, "callers": callers, "spending": {"whose": "bob"}, "line": {"alice": 2, "bob": 1}}
 
     engine.ring.add_to_snapshots(describe)
     owners = tuple(KeyOwner(name=name, keys=(f"{name}'s",)) for name in ("alice", "bob"))
@@ -106,11 +106,20 @@ async def test_callers_see_their_own_requests_and_operators_all(
         (snapshot,) = snapshots.values()
         program = snapshot["program"]
         owners_of = [{each["owner"] for each in part} for part in (program["requests"], program["callers"])]
-        told = (program["spending"]["whose"], program.get("seen_by"))
+        told = (program["spending"]["whose"], program.get("seen_by"), program["line"])
         seen[key] = (*owners_of, {each["number"] for each in snapshot["requests"]}, *told)
     alone = {"alice"}
-    assert seen["alice's"] == (alone, alone, {numbers["alice"]}, "", "alice"), "also where another caller's has the same name"
-    assert seen["operator's"] == ({"alice", "bob"}, {"alice", "bob"}, set(numbers.values()), "bob", None)
+    assert seen["alice's"] == (alone, alone, {numbers["alice"]}, "", "alice", {"alice": 2}), (
+        "also where another caller's has the same name"
+    )
+    assert seen["operator's"] == (
+        {"alice", "bob"},
+        {"alice", "bob"},
+        set(numbers.values()),
+        "bob",
+        None,
+        {"alice": 2, "bob": 1},
+    )
     ended.set()
     assert [response.status_code for response in await asyncio.gather(*posted)] == [200, 200]
 
