@@ -125,6 +125,9 @@ def _edit(source: str, change: Change) -> _Edit:
     start = source.index(change.old)
     before = _same(change.old, change.new)
     behind = _same(change.old[before:][::-1], change.new[before:][::-1])
+    stop = len(change.old) - behind
+    if change.old[before:stop].endswith("\n") and not change.new[: len(change.new) - behind].endswith("\n"):
+        behind -= change.old[stop:].find("\n") + 1  # the next line is another one as well: it begins further to the right
     new = change.new[before : len(change.new) - behind]
     return _Edit(start + before, start + len(change.old) - behind, change.number, new)
 

@@ -31,6 +31,11 @@ def test_a_statement_is_there_twice() -> None:
     assert expected in _changed("        work(a)\n", "")
 
 
+def test_a_line_behind_that_moves_into_a_block_is_there_twice() -> None:
+    moved = _changed("        other()\n    while a < b and b:\n        a += 1\n", "        if b:\n            a += 1\n")
+    assert "        else:\n            if b:\n                a += 1\n" in moved
+
+
 def test_a_condition_is_another_one() -> None:
     assert "    if (FAULT(7) and (a >= 0)) or (not FAULT(7) and (a > 0)):\n        work(a)" in _changed("a > 0", "a >= 0")
     assert "while (FAULT(7) and (a < b)) or (not FAULT(7) and (a < b and b)):\n" in _changed(" and b:", ":")

@@ -196,8 +196,7 @@ FAULTS = (
             "a link that had its turn comes first again",
             "        link._next = None\n        if self._last is None:\n            self._first = link\n        else:\n"
             "            self._last._next = link\n        self._last = link\n",
-            "        link._next = self._first\n        self._first = link\n"
-            "        if self._last is None:\n            self._last = link\n",
+            "        link._next = self._first\n        self._first = link\n        self._last = self._last or link\n",
             "tests/transport/test_polling.py::test_links_have_their_turns_in_turn_and_none_is_left_out",
         ),
         (
