@@ -32,8 +32,13 @@ def test_a_statement_is_there_twice() -> None:
 
 
 def test_a_line_behind_that_moves_into_a_block_is_there_twice() -> None:
-    moved = _changed("        other()\n    while a < b and b:\n        a += 1\n", "        if b:\n            a += 1\n")
-    assert "        else:\n            if b:\n                a += 1\n" in moved
+    body = "    if a > 0:\n        work(a)\n    else:\n        other()\n    rest(a)\n"
+    source = f'"""A file."""\n\ncdef int first(int a) noexcept:\n{body}'
+    moved = _changed(body, "    if a > 1:\n        rest(a)\n", source=source)
+    assert moved.endswith(
+        "    if FAULT(7):\n        if a > 1:\n            rest(a)\n"
+        "    else:\n        if a > 0:\n            work(a)\n        else:\n            other()\n        rest(a)\n"
+    )
 
 
 def test_a_condition_is_another_one() -> None:
