@@ -1006,8 +1006,8 @@ GUARDS = (
     Guard(
         "a record that is not read in C is handed on as it is",
         "shmring/core/polling.pyx",
-        "else self._taker.handle_message\n",
-        "else self._taker.handle_record\n",
+        "                else:\n                    taker.handle_message(",
+        "                else:\n                    taker.handle_record(",
         "tests/core/test_message_ring.py::test_a_record_that_is_not_taken_in_c_is_not_read_there_again",
     ),
     Guard(

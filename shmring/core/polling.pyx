@@ -151,7 +151,7 @@ cdef class LinkReader(RecordReader):
         """
         self._poller, self._link, self._writer, self._busy_poll_s = poller, link, writer, busy_poll_s
         self._taker = take if isinstance(take, RecordHandler) else None
-        self._take = take if self._taker is None else self._taker.handle_message
+        self._take = take
 
     def leave(self) -> None:
         """Delivers no more, for good, and keeps nobody."""
@@ -300,7 +300,7 @@ cdef class LinkReader(RecordReader):
                         continue
                     taker.copied_nbytes = 0
                 else:
-                    take(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
+                    taker.handle_message(PyBytes_FromStringAndSize(<const char*>self._copy, nbytes))
             if self._poller.now() > deadline:
                 self.records_left = 0
         return count
