@@ -389,6 +389,8 @@ def check_retry(retry: Any, engine: str | None) -> int:
     Raises:
         TypeError, ValueError: it is no number, or an engine was named, which leaves no other one.
     """
+    if type(retry) is int and not retry:
+        return 0
     times = count_of(retry, "retry", least=0)
     if times and engine is not None:
         raise ValueError(f"engine={shown(engine)} leaves no other engine to try; leave out retry or engine")

@@ -35,7 +35,9 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0  # when it goes off; uvloop's can't be asked if that is at once
 
-    def within(self, timeout: float | None, waits_for: Callable[[], str], *, until_s: float | None = None) -> Deadline:
+    def within(
+        self, timeout: float | None, waits_for: Callable[[], str], *, until_s: float | None = None
+    ) -> Deadline | _NoDeadline:
         """Bounds a ``with`` block in time. This is where a call's ``timeout`` comes in.
 
         Args:
@@ -47,7 +49,8 @@ class Deadlines:
             TypeError, ValueError: this is no timeout.
             TimeoutError: on leaving the block, if it took longer. Its text says what was waited for.
         """
-        return Deadline(self, None if timeout is None else timeout_of(timeout), waits_for, until_s)
+        seconds = None if timeout is None else timeout_of(timeout)
+        return _NoDeadline() if seconds is None else Deadline(self, seconds, waits_for, until_s)
 
     def add(self, deadline: Deadline, until_s: float) -> None:
         """For a deadline: its block is entered. If the loop can set no timer, nothing has changed."""
@@ -94,9 +97,7 @@ class Deadline:
 
     __slots__ = ("_cancelling", "_deadlines", "_timeout", "_until_s", "_waited_for", "task", "waits_for")
 
-    def __init__(
-        self, deadlines: Deadlines, timeout: float | None, waits_for: Callable[[], str], until_s: float | None
-    ) -> None:
+    def __init__(self, deadlines: Deadlines, timeout: float, waits_for: Callable[[], str], until_s: float | None) -> None:
         self._deadlines = deadlines
         self._timeout = timeout
         self._until_s = until_s
@@ -106,8 +107,6 @@ class Deadline:
         self.task: asyncio.Task[object] | None = None
 
     def __enter__(self) -> Deadline:
-        if self._timeout is None:
-            return self
         self.task = asyncio.current_task()
         if self.task is None:
             raise RuntimeError("timeout= can be used in a task only")
@@ -129,13 +128,26 @@ class Deadline:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         task, self.task = self.task, None
-        if task is None:
-            return
+        assert task is not None
         self.waits_for = _nothing  # the heap may keep this until its time has come
         if self._waited_for is None:
             self._deadlines.left()
         elif task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError(f"it took longer than the {self._timeout:g} s it was given: {self._waited_for}") from None
+
+
+class _NoDeadline:
+    """In place of a deadline, for a call without a timeout."""
+
+    __slots__ = ("waits_for",)
+
+    waits_for: Callable[[], str]
+
+    def __enter__(self) -> _NoDeadline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def _nothing() -> str:

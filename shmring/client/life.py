@@ -58,7 +58,7 @@ class Life:
 
     def check_readable(self) -> None:
         """The same for replies that came in messages, which are here although the engine has gone."""
-        if self._origin.forked or not isinstance(self.error, EngineDeadError):
+        if not self.is_usable and (self._origin.forked or not isinstance(self.error, EngineDeadError)):
             self.check_alive()
 
     def check_loop(self) -> None:

@@ -68,7 +68,8 @@ class Life:
     def check_loop(self) -> None:
         """Raises :class:`LocalProtocolError` in another loop than the ring's; :class:`ClosedError` in a forked child."""
         self.check_process()
-        check_loop(self.loop, f"this ring {self.name!r}")
+        if asyncio.get_running_loop() is not self.loop:
+            check_loop(self.loop, f"this ring {self.name!r}")
 
     def check_process(self) -> None:
         """Raises :class:`ClosedError` in a forked child."""

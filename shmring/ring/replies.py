@@ -13,7 +13,7 @@ Invariant: a slot whose reply is not sent goes back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -72,13 +72,13 @@ class Replies:
         """How many wait for space."""
         return len(self._line)
 
-    async def send(self, claim: BaseClaim, payload: object) -> None:
-        """Sends a reply, waiting for space. See :meth:`Claim.reply`."""
-        await self._send(claim, payload, self._end.send_reply)
+    def send(self, claim: BaseClaim, payload: object) -> Coroutine[Any, Any, None]:
+        """Sends a reply, waiting for space, when awaited. See :meth:`Claim.reply`."""
+        return self._send(claim, payload, self._end.send_reply)
 
-    async def send_last(self, claim: BaseClaim, payload: object) -> None:
+    def send_last(self, claim: BaseClaim, payload: object) -> Coroutine[Any, Any, None]:
         """Sends a reply, waiting for space, and ends the request in the same message. See :meth:`Claim.done`."""
-        await self._send(claim, payload, self._end.finish_with)
+        return self._send(claim, payload, self._end.finish_with)
 
     async def _send(self, claim: BaseClaim, payload: object, send: Callable[[BaseClaim, Packed, SlotRef | None], bool]) -> None:
         """Sends a reply. While it waits for the frontend, a handler of ``ring.run`` has no place; afterwards it has one."""
@@ -94,7 +94,8 @@ class Replies:
                 self._end.check_running(claim)
                 if slot is not None:
                     await self._copier.copy(packed, self._slab.mapping, self._slab.address + _content_start(slot))
-                await self._writable(claim, link)
+                if not link.has_drained():
+                    await self._writable(claim, link)
                 while not (sent := send(claim, packed, self._ref(packed, slot))):
                     link.expect_space()
                     await self._writable(claim, link)

@@ -180,14 +180,21 @@ class Shell:
     async def claim_in_turn(self) -> BaseClaim:
         """For :meth:`Ring.claim`: waits for a request."""
         self.life.check_loop()
+        end, claimers = self.end, self._claimers
         while True:
             self.check_claiming()
-            if not self._claimers and (claim := self.end.claim_now()) is not None:
+            if not claimers and (claim := end.claim_now()) is not None:
                 return claim
-            await self._request_arrived()
+            end.is_awaited = end.is_crowded = True
+            try:
+                await claimers.wait(self._pass_on)
+                end.begin_turn()
+            finally:
+                end.is_awaited = bool(claimers)
+                end.is_crowded = end.is_awaited or self._is_draining
             self.check_claiming()
-            if (claim := self.end.claim_next()) is not None:
-                if self._claimers:
+            if (claim := end.claim_next()) is not None:
+                if claimers:
                     self.request_arrived()
                 return claim
 
@@ -205,14 +212,9 @@ class Shell:
             self.life.check_process()
             raise StopAsyncIteration from None
 
-    async def _request_arrived(self) -> None:
-        self.end.is_awaited = self.end.is_crowded = True
-        try:
-            await self._claimers.wait(lambda _: self.request_arrived())
-            self.end.begin_turn()
-        finally:
-            self.end.is_awaited = bool(self._claimers)
-            self.end.is_crowded = self.end.is_awaited or self._is_draining
+    def _pass_on(self, _: None) -> None:
+        """A task was woken for a request, and was cancelled just then."""
+        self.request_arrived()
 
     def request_arrived(self) -> None:
         """Wakes the first claiming task if a request can be claimed; that task wakes the next."""

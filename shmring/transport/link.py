@@ -252,6 +252,13 @@ class Link:
         most = min(MAX_LISTED, (self.largest_record_nbytes - _LIST_NBYTES) // _ID_NBYTES)
         return [tuple(numbers[start : start + most]) for start in range(0, len(numbers), most)]
 
+    def has_drained(self) -> bool:
+        """Whether :meth:`drain` would return at once, and need not be awaited this time; this counts as a call of it."""
+        if not (self._drained + 1) % _DRAINED_IN_TURN or self.lost or not self._writable.is_set():
+            return False
+        self._drained += 1
+        return True
+
     async def drain(self) -> None:
         """Waits until the peer has read enough; messages that are sent before the next ``await`` are within the limits.
 

@@ -377,7 +377,8 @@ FAULTS = (
         "shmring/client/life.py",
         (
             "replies that are here can not be read when the engine has gone",
-            "        if self._origin.forked or not isinstance(self.error, EngineDeadError):\n            self.check_alive()",
+            "        if not self.is_usable and (self._origin.forked or not isinstance(self.error, EngineDeadError)):\n"
+            "            self.check_alive()",
             "        self.check_alive()",
             "tests/test_batches.py::test_a_reply_that_came_in_a_message_can_be_read_when_its_engine_has_gone",
         ),
