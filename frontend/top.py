@@ -428,7 +428,7 @@ def _tables_of_ring(snapshot: RingSnapshot) -> list[_Table]:
     rows = [[f"{each.rank}", f"{each.pid}", f"{each.unacknowledged}"] for each in snapshot.workers]
     workers = _Table(["worker", "pid", "behind"], rows, [False] * len(rows), long=0)
     rows = [[_seconds(each.age_s), each.text] for each in snapshot.errors[:_MOST_ERRORS]]
-    errors = _Table(["ago", "error"], rows, [False] * len(rows), long=1)
+    errors = _Table(["ago", "error of the engine"], rows, [False] * len(rows), long=1)
     return [clients, *(table for table in (draining, errors, workers) if table.rows)]
 
 
