@@ -57,11 +57,12 @@ def measure(checkout: Path, names: Sequence[str] = ()) -> dict[str, Count | Fail
     with tempfile.TemporaryDirectory(prefix="shmring-instructions-") as scratch:
         meter, dump = Path(scratch) / "meter.so", Path(scratch) / "dump"
         Path(scratch, "instructions").symlink_to(_HERE)
+        Path(scratch, "checkout").symlink_to(checkout)  # with paths of other lengths, all that is made later lies elsewhere
         compiler = shlex.split(os.environ.get("CC", "cc"))
         subprocess.run([*compiler, "-O2", "-shared", "-fPIC", "-o", meter, _HERE / "meter.c"], check=True)
         environment = {
             "PATH": os.environ["PATH"],
-            "PYTHONPATH": f"{checkout}:{scratch}",
+            "PYTHONPATH": f"{scratch}/checkout:{scratch}",
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": "1",
             "METER": str(meter),
