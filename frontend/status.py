@@ -68,8 +68,6 @@ class Feed:
         self._is_closed = True
         if self._asking is not None:
             self._asking.cancel()
-        for viewer in self._viewers:
-            _put(viewer, None)
 
     def check_room(self) -> None:
         """Raises ApiError if too many watch, or the server is shutting down."""
@@ -91,11 +89,15 @@ class Feed:
             self._viewers.discard(viewer)
 
     async def _ask(self) -> None:
-        while self._viewers:
-            snapshots = dict(zip(self._engine.engines, await self._snapshots(), strict=True))
+        try:
+            while self._viewers:
+                snapshots = dict(zip(self._engine.engines, await self._snapshots(), strict=True))
+                for viewer in self._viewers:
+                    _put(viewer, snapshots)
+                await asyncio.sleep(_EACH_S)
+        finally:  # also after an error that nobody foresaw: a stream that ends is begun again, and one that is silent is not
             for viewer in self._viewers:
-                _put(viewer, snapshots)
-            await asyncio.sleep(_EACH_S)
+                _put(viewer, None)
 
     async def _snapshots(self) -> list[Any]:
         return await asyncio.gather(*map(self._snapshot_of, self._engine.engines))

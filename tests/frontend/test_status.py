@@ -152,6 +152,27 @@ async def test_viewers_share_what_is_asked_and_nobody_is_asked_without_them(
         assert await asyncio.wait_for(third.get(), 5) is None
 
 
+async def test_a_stream_ends_where_asking_fails_in_a_way_that_nobody_foresaw(
+    open_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await open_engine()
+
+    async def inspect(name: str) -> Any:
+        raise RuntimeError(name)
+
+    feed = Feed(engine.client, LoopLag())
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.client, "inspect", inspect)
+        with feed.watched() as viewer:
+            assert await asyncio.wait_for(viewer.get(), 20) is None
+            assert feed._asking is not None
+            with pytest.raises(RuntimeError):
+                await feed._asking
+    with feed.watched() as viewer:
+        assert await asyncio.wait_for(viewer.get(), 20), "who watches anew has it asked anew"
+    feed.close()
+
+
 async def test_snapshots_need_a_key_and_the_page_does_not(open_engine: Any, open_app: Any) -> None:
     http = await open_app(await open_engine(), api_keys=("secret",))
     assert (await http.get("/status")).status_code == 200
