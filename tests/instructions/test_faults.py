@@ -19,7 +19,7 @@ FAULTS = (
         "request",
         "shmring/client/client.py",
         "        with self._deadlines.within(timeout, why_not_sent) as deadline:\n            while True:\n",
-        48,
+        24,
         "Client.request",
     ),
     ("chat", "frontend/inference.py", "        choices = [form.choice(part.pieces", 350, "Inference.complete"),
