@@ -34,14 +34,14 @@ BESIDE = (
         f"tests/memory/test_{name}.py"  # with the made-up driver
         for name in ("device", "device_views", "watcher")
     ),
-    *("tests/transport/test_link.py", "tests/transport/test_load.py", "tests/transport/test_rings.py"),
+    *(f"tests/transport/test_{name}.py" for name in ("link", "load", "polling", "rings")),
 )
 #: Both ends, over real rings and a real slab: what asyncio does for them is not compiled.
 ENDS = (
     *("tests/simulation/test_simulation.py", "tests/test_session.py", "tests/test_awaiting.py", "tests/test_dropped.py"),
     *("tests/simulation/test_fan_out.py", "tests/test_door.py", "tests/test_several_engines.py"),
     *("tests/test_workers.py", "tests/test_kept.py", "tests/test_ring.py", "tests/test_injecting.py"),
-    "tests/integration/test_forged.py",
+    *("tests/test_claim.py", "tests/integration/test_forged.py"),
 )
 COMPILED = (*CORE, *BESIDE, *ENDS)
 #: What uses the compiled core and is not run, and why.
