@@ -85,13 +85,13 @@ class Copier:
 
     def _reckon(self) -> None:
         """The bytes of this turn, or the waiting copies, have changed."""
-        left = 0 if self._line.is_waited_in else self.offload_nbytes - self._turn_nbytes
+        left = 0 if self._line and self._line.is_waited_in else self.offload_nbytes - self._turn_nbytes
         self.at_once_nbytes = min(max(left, _LONG_NBYTES - 1), self.offload_nbytes)
         self.copied_in_turn = self._turn_nbytes >= min(_TURN_NBYTES, self.offload_nbytes) > 0
 
     def _begin_turn(self) -> None:
         self._turn_nbytes = 0
-        for place, nbytes in self._line.waiting():
+        for place, nbytes in self._line.waiting() if self._line else ():
             if self._turn_nbytes + nbytes > self.offload_nbytes:
                 break
             self.count_in_turn(nbytes)

@@ -257,7 +257,7 @@ FAULTS = (
         ),
         (
             "a copy that waits for its turn is overtaken",
-            "left = 0 if self._line.is_waited_in else",
+            "left = 0 if self._line and self._line.is_waited_in else",
             "left =",
             "tests/memory/test_copier.py::test_nobody_overtakes_who_waits_for_a_turn",
         ),
