@@ -45,6 +45,18 @@ async def ring(socket_dir: Path) -> AsyncIterator[shmring.Ring]:
         yield ring
 
 
+async def test_who_was_woken_for_a_request_of_an_engine_that_drains_claims_nothing(ring: shmring.Ring) -> None:
+    with ring.injector() as injector:
+        claiming = asyncio.ensure_future(ring.claim())
+        await asyncio.sleep(0)
+        draining = asyncio.ensure_future(ring.drain())
+        injector.inject(bundled(1))  # it wakes the task, which runs after the other one
+        with pytest.raises(shmring.ClosedError, match="draining"):
+            await claiming
+        assert await draining
+        assert ring.statistics().waiting == 1
+
+
 @pytest.mark.one_loop
 async def test_tensors_are_viewed_where_they_lie_and_replies_are_copies(ring: shmring.Ring) -> None:
     pixels, ids, halves = torch.arange(100_000.0), np.arange(5), torch.ones(3, dtype=torch.bfloat16)

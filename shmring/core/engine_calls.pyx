@@ -1,7 +1,11 @@
 """The call of an engine that is awaited: for its next request.
 
 :class:`EngineCalls` is the part of :class:`~shmring.Ring` that works with every request. If a request has come, it is claimed
-at once when the call is awaited. Otherwise a coroutine of the shell waits for one.
+at once when the call is awaited. Otherwise its task waits in line for one.
+
+A task that waits has a *place*, a future of the loop, which the :class:`EngineEnd` keeps in order. When a request can be claimed,
+the end wakes the first task that it has not woken; that task claims the request, and wakes the next. A task that was woken and
+cancelled in the same turn of the loop passes this on.
 """
 
 cimport cython
@@ -9,6 +13,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t
 
 from shmring.door import count_of, seconds_of
+from shmring.errors import ClosedError
 
 cdef object _MOST_CLAIMS = 0xFFFFFFFF  # more than there are ever
 
@@ -98,17 +103,57 @@ cdef class _Claiming(Awaited):
     cdef EngineCalls ring
     cdef uint32_t most   # 0: one, which is no list
     cdef bint is_next
+    cdef object place    # in the line of those that wait
 
     cdef PyObject* happen(self) except NULL:
         cdef EngineEnd end = self.ring._end
         claim = end.claim_now()
         if claim is None:
             claim = self.ring.look()
-        if claim is None:
-            return self.wait_in(end.shell.next_in_turn() if self.is_next else end.shell.claim_in_turn())
-        return self.came(claim)
+        if claim is not None:
+            return self.taken(claim)
+        if not end.may_claim():
+            return self.refused()
+        self.place = end.enter_line()
+        try:
+            return self.wait_in(self.place)
+        except BaseException:  # there is no memory left
+            end.leave_line(self.place)
+            raise
 
-    cdef PyObject* came(self, object claim) except NULL:
+    cdef PyObject* came(self, object result) except NULL:
+        cdef EngineEnd end = self.ring._end
+        end.leave_line(self.place)
+        end.allow_more()
+        claim = end.claim_next() if end.may_claim() else None
+        if claim is None:
+            return self.happen()
+        end.wake_next()
+        return self.taken(claim)
+
+    cdef int gave_up(self) except -1:
+        self.ring._end.leave_line(self.place)
+        if not self.place.cancelled() and self.place.done():
+            self.ring._end.wake_next()  # this task was woken for a request, and was cancelled just then
+        return 0
+
+    cdef int check_loop(self) except -1:
+        self.ring._end.shell.life.check_loop()
+        return 0
+
+    cdef PyObject* refused(self) except NULL:
+        """Nothing is claimed any more: raises the error that says why."""
+        try:
+            self.ring._end.shell.check_claiming()
+        except ClosedError:
+            if not self.is_next:
+                raise
+            self.ring._end.shell.life.check_process()
+            return nothing_more()
+        raise AssertionError("the shell says why nothing is claimed")
+
+    cdef PyObject* taken(self, object claim) except NULL:
+        """Returns what the caller gets: the claim, or a list of it and of those behind it."""
         cdef list claims
         if not self.most:
             return owned(claim)

@@ -289,9 +289,9 @@ cdef class EngineEnd:
         debug: whether to tell the shell of slots that are released while views of them live.
 
     Attributes:
-        is_awaited: whether a task waits for a request; the shell sets it, and is then called for each request.
-        is_crowded: whether tasks wait for a request, and come first; the shell sets it.
+        on_arrival: called when requests have come that can be claimed; None: tasks wait in line for them. The shell sets it.
         is_open: whether requests may be claimed; the shell sets it.
+        is_draining: whether no more requests are claimed, and those in hand go on.
         is_turn_over: whether no request is claimed until the loop has had a turn. Then the shell calls :meth:`begin_turn`.
         submitted, finished, replies, received_nbytes: counted so far.
     """
@@ -308,9 +308,11 @@ cdef class EngineEnd:
     cdef PyObject** _claims  # waiting requests, and claimed ones that have not ended
     cdef uint64_t _lists     # of them
     cdef uint64_t _known     # claims in them
-    cdef public bint is_awaited
-    cdef public bint is_crowded
+    cdef dict _claimers      # the places of tasks that wait for a request, in order: until they run, also of those that were woken
+    cdef bint _is_awaited    # no task was woken since the last one came, or went
+    cdef public object on_arrival  # type: Callable[[], object] | None
     cdef public bint is_open
+    cdef readonly bint is_draining
     cdef list _frontends
     cdef int _forks
     cdef readonly uint64_t epoch
@@ -369,6 +371,7 @@ cdef class EngineEnd:
         self._line = Line()
         self._costly = []
         self._frontends = []
+        self._claimers = {}
         self._forks = forks()
 
     def detach(self) -> None:
@@ -376,8 +379,12 @@ cdef class EngineEnd:
         self._mapping = Mapping(-1, 0)
 
     cdef bint is_usable(self) noexcept:
-        """Whether requests may be claimed in this process."""
+        """Whether this may be used in this process."""
         return self.is_open and self._forks == forks()
+
+    cdef bint may_claim(self) noexcept:
+        """Whether requests may be claimed in this process."""
+        return self.is_usable() and not self.is_draining
 
     # -- requests come -----------------------------------------------------------------------------------------------
 
@@ -437,8 +444,8 @@ cdef class EngineEnd:
     cdef int _arrived(self, BaseClaim claim) except -1:
         self.submitted += 1
         self._append(claim)
-        if self.is_awaited:
-            self.shell.request_arrived()
+        if self._is_awaited or self.on_arrival is not None:
+            self.wake_next()
         return 0
 
     def inject(self, BaseFrontend frontend not None, request_id: int, name: str, bundle: Bundle) -> None:
@@ -480,7 +487,7 @@ cdef class EngineEnd:
 
     cpdef object claim_now(self):  # type: Claim | None
         """Claims the next request; None if there is none, if tasks wait for one, or if the loop must have a turn first."""
-        if not self.is_usable() or self.is_crowded:
+        if not self.may_claim() or self._claimers:
             return None
         if not self.waiting_count:
             self.hear()
@@ -524,8 +531,50 @@ cdef class EngineEnd:
 
     def begin_turn(self) -> None:
         """The loop has had a turn."""
+        if self.is_open:
+            self.allow_more()
+            self.wake_next()
+
+    cdef void allow_more(self) noexcept:
+        """A turn of the loop begins."""
         self._turn_left = _TURN_COUNT
         self.is_turn_over = False
+
+    # -- tasks that wait for a request ---------------------------------------------------------------------------------
+
+    cdef object enter_line(self):
+        """A task waits for a request: returns its place, a future that is done when it is woken."""
+        place = self.shell.loop.create_future()
+        self._claimers[place] = None
+        self._is_awaited = True
+        return place
+
+    cdef int leave_line(self, place) except -1:
+        """A task that has waited runs again."""
+        del self._claimers[place]
+        self._is_awaited = len(self._claimers) != 0
+        return 0
+
+    cdef int wake_next(self) except -1:
+        """Wakes the first waiting task if a request can be claimed; that task wakes the next."""
+        if not self.waiting_count or self.is_turn_over:
+            return 0
+        if self.on_arrival is not None:
+            self.on_arrival()
+            return 0
+        for place in self._claimers:
+            if not place.done():
+                place.set_result(None)
+                break
+        self._is_awaited = False
+        return 0
+
+    def wake_all(self, *, bint drains=False) -> None:
+        """The ring is closed, or claims nothing more (``drains``): all that wait for a request learn this."""
+        self.is_draining = self.is_draining or drains
+        for place in self._claimers:
+            if not place.done():
+                place.set_result(None)
 
     cdef int _append(self, BaseClaim claim) except -1:
         """A request waits, behind the others."""

@@ -1,7 +1,7 @@
 """The inside of :class:`~shmring.ring.ring.Ring`: all work of an engine that is rarer than a message.
 
 Theory of operation: :class:`Shell` is the asyncio shell around the :class:`~shmring.core.compiled.EngineEnd`, which does the
-work on every message. The rarer events are here: a task waits for a claim, requests are aborted or fail, the ring closes. Its
+work on every message. The rarer events are here: requests are aborted or fail, the ring drains, or closes. Its
 parts are frontends (``frontend.py``) and how they connect (``handshakes.py``), replies that wait for space (``replies.py``),
 workers (``workers.py``), and each memory in which slots are handed over (``host_claims.py``). Each part is given the objects
 that it uses, and not the shell. There is no ``await`` between reading the book and acting on it.
@@ -45,7 +45,6 @@ from shmring.errors import AbortedError, ClosedError, RemoteProtocolError, Stale
 from shmring.gpu.cuda import Cuda, CudaError, Stream, cuda_index
 from shmring.gpu.device_claims import DeviceClaims
 from shmring.gpu.upload import NOTHING_GIVEN, Given
-from shmring.line import Line
 from shmring.memory.bundles import Bundle
 from shmring.memory.copier import Copier
 from shmring.memory.living import lent_tensors, report
@@ -128,9 +127,7 @@ class Shell:
         self._frontends: dict[int, Frontend | Injector] = {}
         self._cuda = cuda
         self._payload_type = payload_type
-        self._claimers: Line[None] = Line()
         self._counters = _Counters()
-        self._is_draining = False  # nothing more is claimed
         self.decoder = make_decoder(payload_type)
         self._host_claims = HostClaims(slab, reserved.pinned, cuda, copier, config)
         self._device_claims = tuple(  # none or one
@@ -177,60 +174,15 @@ class Shell:
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
-    async def claim_in_turn(self) -> BaseClaim:
-        """For :meth:`Ring.claim`: waits for a request."""
-        self.life.check_loop()
-        end, claimers = self.end, self._claimers
-        while True:
-            self.check_claiming()
-            if not claimers and (claim := end.claim_now()) is not None:
-                return claim
-            end.is_awaited = end.is_crowded = True
-            try:
-                await claimers.wait(self._pass_on)
-                end.begin_turn()
-            finally:
-                end.is_awaited = bool(claimers)
-                end.is_crowded = end.is_awaited or self._is_draining
-            self.check_claiming()
-            if (claim := end.claim_next()) is not None:
-                if claimers:
-                    self.request_arrived()
-                return claim
-
     def check_claiming(self) -> None:
         """Raises :class:`ClosedError` unless requests may be claimed."""
         self.life.check_open()
-        if self._is_draining:
+        if self.end.is_draining:
             raise ClosedError(f"ring {self.life.name!r} is draining: it claims nothing more")
-
-    async def next_in_turn(self) -> BaseClaim:
-        """For the iteration over claims: waits for a request."""
-        try:
-            return await self.claim_in_turn()
-        except ClosedError:
-            self.life.check_process()
-            raise StopAsyncIteration from None
-
-    def _pass_on(self, _: None) -> None:
-        """A task was woken for a request, and was cancelled just then."""
-        self.request_arrived()
-
-    def request_arrived(self) -> None:
-        """Wakes the first claiming task if a request can be claimed; that task wakes the next."""
-        if not self.end.waiting_count or self.end.is_turn_over:
-            return
-        self._claimers.give_first(None)
-        self.end.is_awaited = False  # the task that this wakes will wake the next
 
     def let_others_run(self) -> None:
         """For the end: the loop must have a turn before more requests are claimed."""
-        self.loop.call_soon(self._begin_turn)
-
-    def _begin_turn(self) -> None:
-        if not self.life.is_over:
-            self.end.begin_turn()
-            self.request_arrived()
+        self.loop.call_soon(self.end.begin_turn)
 
     def injector(self, name: str) -> Injector:
         """See :meth:`Ring.injector`."""
@@ -411,7 +363,7 @@ class Shell:
         self.life.check_loop()
         self._load.drain()
         if not claiming:
-            self._claim_nothing_more()
+            self.end.wake_all(drains=True)
         end_s = math.inf if timeout is None else self.loop.time() + timeout
         read_by_s = self.loop.time() + _READ_S
         while not self.life.is_over:
@@ -423,12 +375,8 @@ class Shell:
             if now_s >= end_s:
                 return False
             await asyncio.sleep(_DRAINED_LOOK_S)
-        self._claim_nothing_more()  # what comes from now on is sent to another engine, if its client may do that
+        self.end.wake_all(drains=True)  # what comes from now on is sent to another engine, if its client may do that
         return True
-
-    def _claim_nothing_more(self) -> None:
-        self._is_draining = self.end.is_crowded = True
-        self._claimers.give_all(None)
 
     async def close(self, reason: str) -> None:
         """See :meth:`Ring.close`."""
@@ -452,7 +400,7 @@ class Shell:
             if frontend.connected:
                 frontend.dismiss(reason)
             frontend.forget()
-        self._claimers.give_all(None)
+        self.end.wake_all()
         self._copier.close()
 
     async def _give_memory_up(self) -> None:

@@ -213,9 +213,9 @@ class _Shell(Shell):
     def start(self, arrivals: _Arrivals) -> None:
         """Begins to claim requests, in the turn of the loop in which this was made."""
         self._arrivals = arrivals
-        self.end.is_awaited = True
+        self.end.on_arrival = self._claim_all
 
-    def request_arrived(self) -> None:
+    def _claim_all(self) -> None:
         while (claim := self.end.claim_next()) is not None:
             self._arrivals.arrived(claim)
 

@@ -41,9 +41,6 @@ class Shell:
 
     polls_busily = False
 
-    def request_arrived(self) -> None:
-        """Nobody waits for one."""
-
     def carry_out(self, effects: object) -> None:
         """None has an effect."""
 

@@ -362,9 +362,6 @@ class _Engine:
         else:
             self.book.end(claim.client_id, claim.request_id, RequestEvent.ERROR)
 
-    def request_arrived(self) -> None:
-        """Nobody waits for one."""
-
     def let_others_run(self) -> None:
         """There is no loop, whose next turn begins at once."""
         self.end.begin_turn()

@@ -257,6 +257,24 @@ FAULTS = (
             "tests/test_awaiting.py::test_claims_are_taken_together",
         ),
         (
+            "only the first of those who claim is woken",
+            "        end.wake_next()\n        return self.taken(claim)",
+            "        return self.taken(claim)",
+            "tests/test_ring.py::test_a_claimer_that_came_after_the_requests_is_woken_by_the_one_before_it",
+        ),
+        (
+            "a request whose claimer was cancelled as it came is handed to nobody",
+            "        if not self.place.cancelled() and self.place.done():",
+            "        if False:",
+            "tests/test_ring.py::test_a_cancelled_claimer_passes_its_turn_on",
+        ),
+        (
+            "who has waited claims from a ring that drains",
+            "claim = end.claim_next() if end.may_claim() else None",
+            "claim = end.claim_next()",
+            "tests/test_injecting.py::test_who_was_woken_for_a_request_of_an_engine_that_drains_claims_nothing",
+        ),
+        (
             "the end of a ring is an error where it is gone through",
             "claiming.is_next = True",
             "pass",
@@ -267,9 +285,15 @@ FAULTS = (
         "shmring/core/engine_end.pyx",
         (
             "who claims at once overtakes those who wait",
-            "if not self.is_usable() or self.is_crowded",
-            "if not self.is_usable()",
+            "if not self.may_claim() or self._claimers:",
+            "if not self.may_claim():",
             "tests/test_ring.py::test_a_claimer_that_came_after_the_requests_is_woken_by_the_one_before_it",
+        ),
+        (
+            "a ring that drains claims further requests",
+            "return self.is_usable() and not self.is_draining",
+            "return self.is_usable()",
+            "tests/test_batches.py::test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more",
         ),
         (
             "a request is taken up by a ring that has ended while it heard",

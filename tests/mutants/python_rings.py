@@ -202,34 +202,6 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "shmring/ring/shell.py",
-        (
-            "only the first of those who claim is woken",
-            "                if claimers:\n                    self.request_arrived()\n                return claim",
-            "                return claim",
-            "tests/test_ring.py::test_a_claimer_that_came_after_the_requests_is_woken_by_the_one_before_it",
-        ),
-        (
-            "a request whose claimer was cancelled as it came is handed to nobody",
-            "await claimers.wait(self._pass_on)",
-            "await claimers.wait(lambda _: None)",
-            "tests/test_ring.py::test_a_cancelled_claimer_passes_its_turn_on",
-        ),
-        (
-            "who claims overtakes those that wait for a request",
-            "if not claimers and (claim := end.claim_now()) is not None:",
-            "if (claim := end.claim_now()) is not None:",
-            "tests/test_ring.py::test_claimers_are_served_in_the_order_in_which_they_wait",
-            "Equivalent: as long as anybody waits, the end is crowded, and claims nothing at once.",
-        ),
-        (
-            "a ring that drains claims further requests",
-            "        if self._is_draining:\n            raise ClosedError",
-            "        if False:\n            raise ClosedError",
-            "tests/test_batches.py::test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more",
-        ),
-    ),
-    *faults_in(
         "shmring/worker/worker.py",
         (
             "a receiver that was cancelled as a record came wakes nobody",
