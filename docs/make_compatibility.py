@@ -416,7 +416,8 @@ FIELDS = {
             "stop": _GENERATION_NOTES["stop"],
             "text": "`format`: as `response_format` of chats; other fields are named",
             "tool_choice": "as in chats",
-            "tools": "of the type `function`, as in chats; beside these, those that the vendor's server runs are named",
+            "tools": "of the type `function`, as in chats, also in a `namespace`: the model is told of `find` in `crm` as "
+            "`crm__find`, and a call names both apart; beside these, those that the vendor's server runs are named",
             "user": "is in the answer",
         },
         beside={"parallel_tool_calls": {"tools": _RESPONSES_TOOLS}, "tool_choice": {"tools": _RESPONSES_TOOLS}},

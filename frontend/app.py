@@ -372,7 +372,7 @@ class _Routes:
         items = conversation.items_of(request)
         translation = translated(request, conversation)
         del conversation
-        writer = ResponsesWriter(request)
+        writer = ResponsesWriter(request, translation.tools)
         await self._stored.keep_conversation(writer.answer, items, account, admitted_of(scope).long_texts)
         del items
         keep = functools.partial(self._stored.keep_answer, writer.answer, account)

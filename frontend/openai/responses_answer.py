@@ -17,14 +17,8 @@ from msgspec import UNSET, UnsetType
 from shmring.engine.protocol import FinishReason, GenerateReply
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.errors import ApiError, ErrorBody
-from shmring.frontend.openai.responses_request import (
-    AllowedTools,
-    FunctionTool,
-    Reasoning,
-    ResponsesRequest,
-    TextConfig,
-    ToolChoice,
-)
+from shmring.frontend.openai.responses_request import Reasoning, ResponsesRequest, TextConfig
+from shmring.frontend.openai.responses_tools import ChatTools, ResponsesTool, ResponsesToolChoice, shown
 from shmring.frontend.responses import new_id, random_digits
 
 __all__ = ["ResponsesAnswer", "ResponsesEvent", "ResponsesWriter", "number_of", "response_id_of"]
@@ -72,6 +66,7 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     id: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str = ""
     status: _Status = "in_progress"
 
@@ -122,8 +117,8 @@ class ResponsesAnswer(msgspec.Struct, kw_only=True):
     reasoning: Reasoning
     temperature: float
     text: TextConfig | None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools
-    tools: list[FunctionTool]
+    tool_choice: ResponsesToolChoice
+    tools: list[ResponsesTool]
     top_p: float
     user: str | None
     output: list[_Item]
@@ -165,12 +160,14 @@ class ResponsesWriter:
 
     Args:
         request: its settings are in the answer.
+        tools: what the model was told of.
 
     Attributes:
         answer: so far.
     """
 
-    def __init__(self, request: ResponsesRequest) -> None:
+    def __init__(self, request: ResponsesRequest, tools: ChatTools) -> None:
+        self._tools = tools
         self._digits = random_digits()[:_NUMBER_DIGITS]
         self.answer = ResponsesAnswer(
             id=response_id_of(self._digits),
@@ -184,7 +181,7 @@ class ResponsesWriter:
             temperature=1.0 if request.temperature is None else request.temperature,
             text=request.text,
             tool_choice=request.tool_choice or "auto",
-            tools=[tool for tool in request.tools or [] if tool.type == "function"],
+            tools=shown(request.tools or []),
             top_p=1.0 if request.top_p is None else request.top_p,
             user=request.user,
             output=[],
@@ -264,13 +261,14 @@ class ResponsesWriter:
 
     def _call(self, call: EngineToolCall) -> Iterator[ResponsesEvent]:
         """A call comes whole."""
-        item = FunctionCallItem(self._name("fc"), new_id("call_"), call.name)
+        namespace, name = self._tools.split(call.name)
+        item = FunctionCallItem(self._name("fc"), new_id("call_"), name, namespace or UNSET)
         self.answer.output.append(item)
         place = {"item_id": item.id, "output_index": self._index}
         yield self._event("response.output_item.added", output_index=self._index, item=item)
         item.arguments, item.status = call.arguments, "completed"
         yield self._event("response.function_call_arguments.delta", delta=call.arguments, **place)
-        yield self._event("response.function_call_arguments.done", name=call.name, arguments=call.arguments, **place)
+        yield self._event("response.function_call_arguments.done", name=name, arguments=call.arguments, **place)
         yield self._event("response.output_item.done", output_index=self._index, item=item)
 
     def _name(self, kind: str) -> str:

@@ -22,19 +22,17 @@ from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalP
 from shmring.frontend.openai.generation import GenerationRequest, TokenCount
 from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, MEANS_NOTHING, ContentPart, ImagePart, TextPart
 from shmring.frontend.openai.parsing import BodyParser, misplaced
-from shmring.frontend.openai.tools import OF_TYPE, FunctionCall, ToolCall, check_values
+from shmring.frontend.openai.responses_tools import ChatTools, ResponsesTool, ResponsesToolChoice, name_in_chat
+from shmring.frontend.openai.tools import FunctionCall, ToolCall, check_values
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = [
     "RESPONSES_PARSER",
     "Conversation",
-    "FunctionTool",
-    "AllowedTools",
     "InputItem",
     "Reasoning",
     "ResponsesRequest",
     "TextConfig",
-    "ToolChoice",
     "TranslatedRequest",
     "is_reference",
     "translated",
@@ -83,6 +81,7 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     content: _Content | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: Annotated[str | None, Meta(description="Of a call: that of the function.")] = None
     arguments: str | None = None
     output: _Content | None = None
     encrypted_content: Annotated[Any, Meta(description=_MEANS_NOTHING)] = None
@@ -90,29 +89,6 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     id: Annotated[str | None, Meta(description="Of an `item_reference`: which item of an answer that is kept.")] = None
     status: Annotated[str | None, Meta(description=_MEANS_NOTHING)] = None
     phase: Annotated[str | None, Meta(description=_MEANS_NOTHING)] = None
-
-
-class FunctionTool(msgspec.Struct):
-    """A function that may be called; `parameters` is a JSON schema."""
-
-    type: Annotated[str, Meta(description=OF_TYPE)]
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolChoice(msgspec.Struct, tag_field="type", tag="function"):
-    """The function that must be called."""
-
-    name: str
-
-
-class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
-    """The tools that may be called, and whether one must be. The model is told of no others."""
-
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolChoice], Meta(min_length=1, max_length=128)]
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
@@ -159,8 +135,8 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="With false, an answer ends with its first call.")] = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -201,7 +177,7 @@ RESPONSES_PARSER = BodyParser(ResponsesRequest, _PART_TYPES)
 
 _OF_CONTENT = re.compile(r"messages\[(\d+)\]\.content(.*)", re.DOTALL)
 _OF_CALL = re.compile(r"messages\[(\d+)\]\.tool_calls\[(\d+)\]\.(?:function\.)?(\w+)")
-_OF_TOOL = re.compile(r"(tools\[\d+\]\.)function\.")
+_OF_TOOL = re.compile(r"tools\[(\d+)\](?:\.function\b)?(.*)", re.DOTALL)
 _OF_FORMAT = re.compile(r"response_format(\.json_schema)?")
 _NAMES = {"max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
 
@@ -220,16 +196,18 @@ class TranslatedRequest:
 
     Attributes:
         chat: asks for the same.
+        tools: its tools.
         ignored: the first items that are not in it.
     """
 
     chat: ChatRequest
+    tools: ChatTools
     ignored: list[str]
     _places: list[_Place]
 
     def place_of(self, param: str | None) -> str | None:
         """Returns where in the caller's request the parameter stands that an error about the chat names."""
-        return _place_of(param, self._places)
+        return _place_of(param, self._places, self.tools.places)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,47 +268,32 @@ def translated(request: ResponsesRequest, conversation: Conversation | None = No
                 places.append(_Place(param))
             name, arguments, call_id = (_text_of(item, field, param) for field in ("name", "arguments", "call_id"))
             messages[-1].tool_calls = calls = messages[-1].tool_calls or []
-            calls.append(ToolCall(call_id, FunctionCall(name, arguments)))
+            calls.append(ToolCall(call_id, FunctionCall(name_in_chat(item.namespace, name), arguments)))
             places[-1].calls.append(param)
         else:
             messages.append(_message(item, param))
             content = "output" if item.type == "function_call_output" else "content"
             places.append(_Place(param if is_text or index < before else f"{param}.{content}"))
+    tools = ChatTools(request.tools or [], request.tool_choice)
     try:
-        chat = msgspec.convert(_made_fields(request, messages), ChatRequest)
+        chat = msgspec.convert(_made_fields(request, messages, tools), ChatRequest)
     except msgspec.ValidationError as error:
-        raise misplaced(str(error), lambda param: _place_of(param, places)) from None
+        raise misplaced(str(error), lambda param: _place_of(param, places, tools.places)) from None
     for name in _SAME:
         setattr(chat, name, getattr(request, name))
-    return TranslatedRequest(chat, ignored[:_MAX_IGNORED], places)
+    return TranslatedRequest(chat, tools, ignored[:_MAX_IGNORED], places)
 
 
-def _made_fields(request: ResponsesRequest, messages: list[ChatMessageParam]) -> dict[str, Any]:
-    choice: Any = request.tool_choice
-    if isinstance(choice, ToolChoice):
-        choice = _named(choice)
-    elif isinstance(choice, AllowedTools):
-        allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
-        choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    tools = [
-        {"type": "function", "function": {name: getattr(tool, name) for name in FunctionTool.__struct_fields__[1:]}}
-        if tool.type == "function"
-        else {"type": tool.type}
-        for tool in request.tools or []
-    ]
+def _made_fields(request: ResponsesRequest, messages: list[ChatMessageParam], tools: ChatTools) -> dict[str, Any]:
     return {
         "model": request.model,
         "messages": messages,
-        "tools": tools,
-        "tool_choice": choice,
+        "tools": tools.tools,
+        "tool_choice": tools.choice,
         "max_completion_tokens": request.max_output_tokens,
         "response_format": _response_format(request.text),
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
     }
-
-
-def _named(tool: ToolChoice) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": tool.name}}
 
 
 def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
@@ -380,12 +343,14 @@ def _part(part: _Part | str, param: str) -> ContentPart | RefusalPart | str:
     return part
 
 
-def _place_of(param: str | None, places: list[_Place]) -> str | None:
-    if param is None or not param.startswith("messages"):
-        return param and _OF_FORMAT.sub("text.format", _OF_TOOL.sub(r"\1", _NAMES.get(param, param)))
+def _place_of(param: str | None, places: list[_Place], places_of_tools: list[str]) -> str | None:
+    if param is None:
+        return None
+    if tool := _OF_TOOL.fullmatch(param):
+        return f"{places_of_tools[int(tool[1])]}{tool[2]}"
     if content := _OF_CONTENT.fullmatch(param):
         return f"{places[int(content[1])].content}{content[2]}"
     if call := _OF_CALL.fullmatch(param):
         field = "call_id" if call[3] == "id" else call[3]
         return f"{places[int(call[1])].calls[int(call[2])]}.{field}"
-    return "input"
+    return "input" if param.startswith("messages") else _OF_FORMAT.sub("text.format", _NAMES.get(param, param))

@@ -14,6 +14,7 @@ from shmring.frontend.openai.messages import check_length
 from shmring.frontend.responses import new_id
 
 __all__ = [
+    "MAX_TOOLS",
     "OF_TYPE",
     "AllowedToolChoice",
     "DeltaToolCall",
@@ -31,7 +32,7 @@ __all__ = [
     "other_tools",
 ]
 
-_MAX_TOOLS = 128  # as in OpenAI's API
+MAX_TOOLS = 1024  # OpenAI's API takes 128 functions, and more in namespaces, which are functions here
 _MAX_DEPTH = 64  # of values that a template writes, which is recursive
 
 # Fields of requests in which a long text may be a file.
@@ -64,7 +65,7 @@ class Tool(msgspec.Struct):
     function: FunctionDefinition | None = None
 
 
-Tools = Annotated[list[Tool], Meta(max_length=_MAX_TOOLS)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
 class NamedFunction(msgspec.Struct):
@@ -83,7 +84,7 @@ class AllowedTools(msgspec.Struct):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=_MAX_TOOLS)]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedToolChoice(msgspec.Struct, tag_field="type", tag="allowed_tools"):

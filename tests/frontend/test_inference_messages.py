@@ -399,7 +399,7 @@ def of_assistant(*blocks: Any) -> dict[str, Any]:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [TOOL | {"name": ""}]}, "tools[0].name"),
-        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL] * 1025}, "tools"),
         ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),

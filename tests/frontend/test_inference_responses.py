@@ -353,7 +353,7 @@ BROKEN_PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAA
         ({"input": [USER, {"type": "function_call_output", "call_id": "c"}]}, "input[1].output"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [TOOL | {"name": ""}]}, "tools[0].name"),
-        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL] * 1025}, "tools"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
         ({"metadata": {"a": "x" * 513}}, "metadata[...]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
