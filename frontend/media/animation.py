@@ -100,7 +100,7 @@ def decode_frames(
     timestamps_s: list[float] = []
     with picture_errors("clip", ("animated WebP",)), Image.open(io.BytesIO(data), formats=("WEBP",)) as image:
         assert isinstance(image, WebPImagePlugin.WebPImageFile)
-        conversion = conversion_to_srgb(image)
+        conversion = conversion_to_srgb(image, data)
         for time_ms, _, frame in _frames(image):
             if len(timestamps_s) == len(selection.positions):
                 break

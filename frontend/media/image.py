@@ -13,9 +13,9 @@ Invariant: whatever the bytes are, :class:`MediaError` is all that comes out. Pi
 
 What is decoded how: first what the numbers mean, then how many bits they have. Palettes by their colours; grey of which
 white is zero, inverted; grey of fewer than 16 bits in 16 by the bits that the file says are used; 16-bit grey then by its
-high byte; colours with an ICC profile, converted from it to sRGB; transparency over a colour, white by default; CMYK, YCbCr
-and Lab as Pillow converts them; of animations the first frame. Floating point and 32-bit greys have no agreed range and are
-refused.
+high byte; colours with an ICC profile or numbers that say what they are, converted to sRGB
+(:mod:`shmring.frontend.media.colours`); transparency over a colour, white by default; CMYK, YCbCr and Lab as Pillow converts
+them; of animations the first frame. Floating point and 32-bit greys have no agreed range and are refused.
 
 A file that is damaged or ends early is decoded as far as it goes (:mod:`shmring.frontend.media.damage`). Pillow does not say
 how far that was. So the picture is filled with a pattern before: rows that still have it were not decoded. They become grey.
@@ -52,7 +52,7 @@ from PIL import (
 )
 from PIL.ExifTags import Base as ExifTag
 
-from shmring.frontend.media.colours import conversion_to_srgb, unconverted_colours
+from shmring.frontend.media.colours import Conversion, conversion_to_srgb
 from shmring.frontend.media.container import coded_sizes
 from shmring.frontend.media.damage import Shortfall, accepted_shortfall
 from shmring.frontend.media.errors import MediaError
@@ -183,9 +183,8 @@ def decode_into(
     data = data[header.start :]
     try:
         with _open(data, header.format) as image:
-            _write(image, header, stored, background)
-            told = _told_of_colours(image, data)
-        return accepted_shortfall("picture", told, header.max_missing_share)
+            shortfalls = _write(image, header, stored, background, conversion_to_srgb(image, data))
+        return accepted_shortfall("picture", shortfalls, header.max_missing_share)
     except MediaError:
         if header.format not in _ROW_BY_ROW:
             raise
@@ -196,14 +195,8 @@ def decode_into(
                 "everywhere. Send the whole file"
             )
         with _truncated_images():
-            rows = _write(image, header, stored, background, finds_missing=True)
-        return accepted_shortfall("picture", [*rows, *_told_of_colours(image, data)], header.max_missing_share)
-
-
-def _told_of_colours(image: Image.Image, data: bytes) -> list[Shortfall]:
-    colours = unconverted_colours(image, data)
-    cause = f"its colours are {colours}, and are taken for sRGB"
-    return [Shortfall(missing=0, promised=0, unit="", cause=cause, is_damage=False)] if colours else []
+            shortfalls = _write(image, header, stored, background, conversion_to_srgb(image, data), finds_missing=True)
+        return accepted_shortfall("picture", shortfalls, header.max_missing_share)
 
 
 #: Formats that Pillow decodes row by row, so that a part of a file is a part of the picture.
@@ -215,10 +208,11 @@ def _write(
     header: PictureHeader,
     stored: NDArray[np.uint8],
     background: tuple[int, int, int],
+    to_srgb: Conversion | None,
     *,
     finds_missing: bool = False,
 ) -> list[Shortfall]:
-    """Decodes a picture and writes it; returns which of its rows are missing.
+    """Decodes a picture and writes it; returns which of its rows are missing, and what sRGB does not have of its colours.
 
     Raises:
         MediaError: it can't be decoded, or too many are.
@@ -241,12 +235,12 @@ def _write(
     if missing is not None and missing.any():
         shortfalls = [Shortfall(missing=int(missing.sum()), promised=len(missing), unit="rows")]
         accepted_shortfall("picture", shortfalls, header.max_missing_share)
-    reader = _Reader(image, transparency, background, missing)
+    reader = _Reader(image, transparency, background, missing, to_srgb)
     if not scaled:
         _convert(image, stored, reader)
     else:
         stored[:] = np.asarray(_flat(image, width, height, reader).resize((width, height), Image.Resampling.LANCZOS))
-    return shortfalls
+    return [*shortfalls, *(to_srgb.losses if to_srgb else ())]
 
 
 def _load_and_find_missing(image: Image.Image) -> NDArray[np.bool_]:
@@ -452,6 +446,7 @@ class _Reader:
         transparency: the colour that is transparent, if it has no alpha channel.
         background: what is seen through transparent pixels.
         missing: which rows were not decoded; they become grey.
+        to_srgb: how colours are converted; None: they are left as they are.
     """
 
     def __init__(
@@ -460,6 +455,7 @@ class _Reader:
         transparency: int | tuple[int, ...] | None,
         background: tuple[int, int, int],
         missing: NDArray[np.bool_] | None,
+        to_srgb: Conversion | None,
     ) -> None:
         self._image = image
         self._transparency = transparency
@@ -467,7 +463,7 @@ class _Reader:
         self._background = background
         self._missing = missing
         self._is_inverted, self._max_grey = _meaning_of_grey(image)
-        self._to_srgb = conversion_to_srgb(image)
+        self._to_srgb = to_srgb
 
     def rgb(self, top: int, bottom: int) -> NDArray[np.uint8]:
         """Returns rows as (rows, width, 3)."""

@@ -8,9 +8,9 @@ skipping them costs almost nothing. Seeking is not needed; many containers seek 
 converted at a time, so in private memory there are the decoder's reference frames and one converted one.
 
 All frames are scaled to one size, even if their size changes within the clip. If pixels are not square, it is the size at which
-frames are shown. Colours are converted as the stream says, or else as BT.601; transparency is ignored. Packets that can't be
-decoded are left out. If a chosen frame is damaged, the next frame takes its place; missing frames are counted
-(:mod:`shmring.frontend.media.damage`).
+frames are shown. Matrices of colours are those that the stream says, or else BT.601's; HDR and wide gamuts become sRGB
+(:mod:`shmring.frontend.media.colours`); transparency is ignored. Packets that can't be decoded are left out. If a chosen frame
+is damaged, the next frame takes its place; missing frames are counted (:mod:`shmring.frontend.media.damage`).
 
 A GIF's delays of 0 and 10 ms are 100 ms, as in every browser. :mod:`shmring.frontend.media.animation` decodes animated WebPs.
 
@@ -39,9 +39,11 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation, VideoReformatter
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
+from PIL import Image
 
 from shmring.engine.inputs import VideoSpec
 from shmring.frontend.media.animation import decode_frames, probe_frames
+from shmring.frontend.media.colours import conversion_by_numbers
 from shmring.frontend.media.container import (
     VIDEO_DECODERS,
     OpenFile,
@@ -315,7 +317,7 @@ def decode_into(
             prepare_decoder(stream, header.max_frame_pixels)
             writer.orientation = track.orientation
             _decode(file, stream, track.first_packet, writer)
-    shortfalls = [*header.shortfalls, *missing_packets(writer.num_damaged, writer.num_attempted, "frames")]
+    shortfalls = [*header.shortfalls, *missing_packets(writer.num_damaged, writer.num_attempted, "frames"), *writer.losses]
     num_wanted, num_written = len(header.selection.positions), len(writer.timestamps_s)
     if num_written < num_wanted:
         lacking = missing_packets(num_wanted - num_written, num_wanted, "wanted frames")
@@ -533,12 +535,14 @@ class _FrameWriter:
         timestamps_s: of what was written.
         num_attempted: packets that were decoded.
         num_damaged: of these, how many could not be, or only in part.
+        losses: what sRGB does not have of the frames' colours.
     """
 
     def __init__(self, header: ClipHeader, target: NDArray[np.uint8]) -> None:
         self.orientation = 1
         self.timestamps_s: list[float] = []
         self.num_attempted = self.num_damaged = 0
+        self.losses: dict[Shortfall, None] = {}
         self._header = header
         self.selection = header.selection
         self.time_base = header.time_base
@@ -580,3 +584,7 @@ class _FrameWriter:
         plane = picture.planes[0]
         rows = np.frombuffer(memoryview(plane), np.uint8).reshape(height, plane.line_size)  # padded to whole cache lines
         stored[:] = rows[:, : 3 * width].reshape(height, width, 3)
+        to_srgb = conversion_by_numbers(frame.color_primaries, frame.color_trc)
+        if to_srgb is not None:
+            stored[:] = np.asarray(to_srgb.apply(Image.fromarray(np.ascontiguousarray(stored))))
+            self.losses |= dict.fromkeys(to_srgb.losses)

@@ -1,4 +1,4 @@
-"""ICC profiles: they are applied by what they do, whatever they are called, and to pictures of their kind of colours."""
+"""Colours become sRGB: by profiles, which are applied by what they do, whatever they are called, and by numbers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import io
 import re
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import av
 import numpy as np
 from PIL import Image, ImageCms
 
+from shmring.engine.inputs import VideoSpec
+from shmring.frontend.media import video
 from shmring.frontend.media.image import decode_into, probe
-from shmring.frontend.media.options import PictureLimits
+from shmring.frontend.media.options import MediaIoKwargs, MediaLimits, PictureLimits
 from tests.frontend.media.test_image import chunked, decoded, encoded, scaled
 from tests.tables import for_each
 
@@ -174,39 +177,147 @@ def told(data: bytes) -> str:
     return decode_into(data, header, np.empty(header.shape, np.uint8))
 
 
-NUMBERS = [
-    ((12, 13), "Display P3"),
-    ((9, 16), "BT.2020 in PQ"),
-    ((9, 18), "BT.2020 in HLG"),
-    ((1, 8), "linear light"),
-    ((1, 13), ""),
-    ((2, 2), ""),
-    ((6, 6), ""),
+def numbered_png(colour: Sequence[int], *chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG of 4 x 4 pixels of one colour, with chunks before its pixels."""
+    rows = (b"\0" + bytes(colour) * 4) * 4
+    head = struct.pack(">IIBBBBB", 4, 4, 8, 2, 0, 0, 0)
+    return chunked((b"IHDR", head), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+
+
+def cicp(numbers: tuple[int, int]) -> tuple[bytes, bytes]:
+    return b"cICP", bytes([*numbers, 0, 1])
+
+
+# Colours, and what is seen of them in sRGB; those of HDR by libswscale, whose output was brought from BT.1886 to sRGB.
+SEEN = [
+    ((12, 13), (234, 51, 35), (255, 0, 0)),
+    ((12, 1), (100, 100, 100), (100, 100, 100)),
+    ((11, 13), (100, 100, 100), (100, 100, 100)),
+    ((9, 14), (207, 75, 35), (255, 0, 0)),
+    ((9, 16), (97, 97, 97), (100, 100, 100)),
+    ((9, 16), (148, 148, 148), (255, 255, 255)),
+    ((9, 16), (255, 255, 255), (255, 255, 255)),
+    ((9, 16), (106, 67, 45), (147, 30, 7)),
+    ((9, 18), (97, 97, 97), (101, 101, 101)),
+    ((9, 18), (191, 191, 191), (254, 254, 254)),
+    ((9, 18), (133, 84, 56), (158, 82, 53)),
+    ((1, 8), (55, 55, 55), (128, 128, 128)),
+    ((2, 2), (234, 51, 35), (234, 51, 35)),
+    ((1, 13), (234, 51, 35), (234, 51, 35)),
+    ((6, 6), (234, 51, 35), (234, 51, 35)),
 ]
+HDR = (
+    "is not as its file says: its colours are BT.2020 in {} (HDR); in sRGB, which they were converted to, all that is "
+    "brighter than white is white"
+)
 
 
 @for_each("name", ["PNG", "AVIF", "HEIF"])
-@for_each(("numbers", "said"), NUMBERS)
-def test_colours_that_are_said_by_numbers_are_told(name: str, numbers: tuple[int, int], said: str) -> None:
-    def numbered(**options: Any) -> bytes:
-        data = encoded(Image.fromarray(noise(9, 9, 3)), name, **options)
-        if name == "PNG":
-            chunk = b"cICP" + bytes([*numbers, 0, 1])
-            return data[:33] + struct.pack(">I", 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[33:]
-        return re.sub(rb"(?s)colrnclx....", b"colrnclx" + struct.pack(">HH", *numbers), data)
+@for_each(("numbers", "colour", "seen"), SEEN)
+def test_colours_that_are_said_by_numbers_are_converted(
+    name: str, numbers: tuple[int, int], colour: Sequence[int], seen: Sequence[int]
+) -> None:
+    if name == "PNG":
+        data = numbered_png(colour, cicp(numbers))
+    else:
+        made = encoded(Image.new("RGB", (16, 16), tuple(colour)), name, quality=100, subsampling="4:4:4")
+        data = re.sub(rb"(?s)colrnclx....", b"colrnclx" + struct.pack(">HH", *numbers), made)
+    np.testing.assert_allclose(decoded(data)[1, 1], seen, atol=3 * INVISIBLE)  # dark shades of 8 bits are coarse
+    shades = {16: "PQ", 18: "HLG"}.get(numbers[1])
+    assert told(data) == (f"the picture {HDR.format(shades)}" if shades else "")
 
-    expected = f"the picture is not as its file says: its colours are {said}, and are taken for sRGB" if said else ""
-    assert told(numbered()) == expected
-    assert told(numbered(icc_profile=OTHERS["linear"])) == ""
+
+def test_numbers_of_a_png_go_before_its_profile_and_a_profile_before_other_numbers() -> None:
+    profiled = (b"iCCP", b"linear\0\0" + zlib.compress(OTHERS["linear"]))
+    gamma = (b"gAMA", struct.pack(">I", 180_000))
+    for chunks, shade in [
+        ([cicp((1, 13)), profiled], 55),
+        ([profiled], 128),
+        ([gamma, profiled], 128),
+        ([gamma, (b"sRGB", b"\0")], 55),
+        ([gamma, cicp((1, 8))], 128),
+    ]:
+        np.testing.assert_allclose(decoded(numbered_png((55, 55, 55), *chunks))[1, 1], (shade,) * 3, atol=INVISIBLE)
+    made = encoded(Image.new("RGB", (16, 16), (55, 55, 55)), "AVIF", icc_profile=OTHERS["linear"])
+    both = re.sub(rb"(?s)colrnclx....", b"colrnclx" + struct.pack(">HH", 9, 16), made)
+    np.testing.assert_allclose(decoded(both), 128, atol=3 * INVISIBLE)
+
+
+REC_709 = (31_270, 32_900, 64_000, 33_000, 30_000, 60_000, 15_000, 6_000)  # white, red, green, blue
+ADOBE = (31_270, 32_900, 64_000, 33_000, 21_000, 71_000, 15_000, 6_000)
+
+
+@for_each(
+    ("gamma", "places", "colour", "seen"),
+    [
+        (100_000, None, (55, 55, 55), (128, 128, 128)),
+        (55_556, None, (128, 128, 128), (147, 147, 147)),
+        (45_455, None, (10, 60, 128), (10, 60, 128)),
+        (45_455, REC_709, (10, 60, 128), (10, 60, 128)),
+        (45_455, ADOBE, (219, 0, 0), (255, 0, 0)),
+        (None, ADOBE, (128, 128, 128), (128, 128, 128)),
+        (0, None, (10, 60, 128), (10, 60, 128)),
+        (0xFFFF_FFFF, None, (10, 60, 128), (10, 60, 128)),
+        (None, 8 * (0,), (10, 60, 128), (10, 60, 128)),
+        (None, 8 * (33_333,), (10, 60, 128), (10, 60, 128)),
+    ],
+)
+def test_powers_and_places_of_a_png(gamma: int | None, places: Sequence[int] | None, colour: Any, seen: Any) -> None:
+    chunks = [(b"gAMA", struct.pack(">I", gamma))] if gamma is not None else []
+    chunks += [(b"cHRM", struct.pack(">8I", *places))] if places else []
+    np.testing.assert_allclose(decoded(numbered_png(colour, *chunks))[1, 1], seen, atol=INVISIBLE)
 
 
 def test_a_picture_that_is_cut_off_says_both() -> None:
     data = encoded(Image.fromarray(noise(100, 100, 3)), "PNG")
-    chunk = b"cICP" + bytes([12, 13, 0, 1])
+    chunk = b"cICP" + bytes([9, 16, 0, 1])
     numbered = data[:33] + struct.pack(">I", 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[33:]
     text = told(numbered[: len(numbered) * 96 // 100])
     assert "rows" in text
-    assert "; its colours are Display P3" in text
+    assert "; its colours are BT.2020 in PQ" in text
+
+
+def clip_of_a_colour(luma: int, chroma: tuple[int, int], numbers: tuple[int, int, int]) -> bytes:
+    """HEVC of 10 bits, whose numbers of H.273 say primaries, shades and matrix."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        options = {"x265-params": "log-level=none:pools=none", "crf": "5"}
+        stream = output.add_stream("libx265", rate=25, options=options)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p10le"
+        context = stream.codec_context
+        context.color_primaries, context.color_trc, context.colorspace = numbers
+        context.color_range = 1
+        for number in range(5):
+            frame = av.VideoFrame(64, 64, "yuv420p10le")
+            for plane, sample in zip(frame.planes, (luma, *chroma), strict=True):
+                np.frombuffer(plane, np.uint16)[:] = sample
+            frame.pts = number
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@for_each(
+    ("luma", "chroma", "numbers", "seen"),
+    [
+        (397, (512, 512), (9, 16, 9), (100, 100, 100)),  # 26 cd/m2, as grey of 18 %
+        (573, (512, 512), (9, 16, 9), (255, 255, 255)),
+        (940, (512, 512), (9, 16, 9), (255, 255, 255)),
+        (397, (512, 512), (9, 18, 9), (101, 101, 101)),
+        (721, (512, 512), (9, 18, 9), (254, 254, 254)),
+        (391, (439, 601), (9, 18, 9), (158, 82, 53)),  # red, green and blue of 0.52, 0.33 and 0.22
+        (397, (512, 512), (9, 14, 9), (97, 97, 97)),
+        (397, (512, 512), (1, 1, 1), (97, 97, 97)),
+    ],
+)
+def test_clips_are_converted(luma: int, chroma: tuple[int, int], numbers: tuple[int, int, int], seen: Sequence[int]) -> None:
+    data = clip_of_a_colour(luma, chroma, numbers)
+    header = video.probe(data, VideoSpec(num_frames=2), MediaLimits(), MediaIoKwargs())
+    target = np.empty(header.shape, np.uint8)
+    clip = video.decode_into(data, header, target)
+    np.testing.assert_allclose(target[:, 30, 30], [seen] * 2, atol=2 * INVISIBLE)
+    shades = {16: "PQ", 18: "HLG"}.get(numbers[1])
+    assert clip.shortfall == (f"the clip {HDR.format(shades)}" if shades else "")
 
 
 @for_each(
