@@ -285,6 +285,8 @@ _MESSAGES_NAMED = {"context_management": {"edits": []}}
 _MESSAGES_TAKEN = {"cache_control": {"type": "ephemeral"}}
 _MESSAGES_NOTES = {
     "cache_control": "also that of blocks",
+    "messages": "`is_error` of a tool's result: the model reads `Error: ` before the result, since chat templates have no "
+    "place for it. `thinking` of earlier answers is named",
     "output_config": "`effort`: as `reasoning_effort` of chats; `format`: a JSON schema, not beside tools",
     "thinking": "with `disabled`, thinking is left out of the answer; `chat_template_kwargs` say whether the model thinks. "
     "`budget_tokens` is named",

@@ -79,7 +79,7 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
-    """What a tool has returned. That it is an error is for its content to say: the model is not told `is_error`."""
+    """What a tool has returned. With `is_error`, the model reads `Error: ` before it."""
 
     tool_use_id: str
     content: str | Annotated[list[TextBlock | ImageBlock], Meta(max_length=MAX_PARTS)] | None = None
@@ -201,6 +201,7 @@ _UNSUPPORTED_OF_TOOLS = Unsupported(MessagesTool)
 
 _BLOCK_TYPES = "text, image, tool_use, tool_result, thinking or redacted_thinking"
 _MAX_IGNORED = 16  # that a header names
+_ERROR = "Error: "  # before what a tool has returned: chat templates have no other place for it
 
 #: For bodies of requests.
 MESSAGES_PARSER = BodyParser(MessagesRequest, _BLOCK_TYPES)
@@ -315,10 +316,13 @@ class TranslatedMessages:
         if role != "user":
             text = "what a tool has returned stands in a message of the user"
             raise ApiError(400, text, code="invalid_value", param=f"{place}.type")
-        if block.is_error:
-            self._ignore(f"{place}.is_error")
         self._add("tool", place, f"{place}.content").tool_call_id = block.tool_use_id
-        self._add_content(block.content or "", f"{place}.content")
+        content = block.content or ""
+        if block.is_error and isinstance(content, str):
+            content = f"{_ERROR}{content}"
+        elif block.is_error:
+            self._add_part(TextBlock(_ERROR), f"{place}.content")
+        self._add_content(content, f"{place}.content")
 
     def _add(self, role: Literal["user", "assistant", "system", "tool"], place: str, content: str) -> ChatMessageParam:
         message = ChatMessageParam(role, [])
