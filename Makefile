@@ -1,7 +1,7 @@
 # Each target installs what it needs into .venv, once, and does its job.
 #   make demo     tensors from a process to another, beside a socket; then the sample media through a server, with tables of what happened
 #   make test     style, types, tests, and a check that nothing is left behind
-#   make bench-quick  transports side by side in about five minutes; what misses a target is measured again before this fails
+#   make bench-quick  transports side by side in about five minutes
 #   make bench-all what a release claims, measured again and stored, and docs/benchmarks.md from it; about an hour on two idle cores
 #   make test-all what make test leaves out: coverage of the core, a minute of chaos, tests that start servers and benchmarks, and more
 #                 random examples of each property; SEED=2 for others
@@ -41,7 +41,7 @@ BIN := $(VENV)/bin
 RUNNABLE := $(VENV)/.runnable
 INSTALLED := $(VENV)/.installed
 SEED ?= 1
-COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shmring/memory/*.[ch] bench/*/*.pyx tests/model/*.pyx)
+COMPILED := core_interface.py $(wildcard shmring/core/*.pyx shmring/core/*.h shmring/memory/*.[ch] tests/model/*.pyx)
 
 # Tests start hundreds of processes, and without kept bytecode each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE

@@ -102,9 +102,9 @@ class Build(build_ext):
 
 
 def extensions() -> list[Extension]:
-    """Returns what is compiled: the core and, where the sources are used in their place, what measures it and tests."""
-    beside = ["bench/*/*.pyx", "tests/model/*.pyx"] if "--inplace" in sys.argv else []
-    sources = [MAIN, *(path for pattern in beside for path in Path().glob(pattern))]
+    """Returns what is compiled: the core and, where the sources are used in their place, what tests have beside it."""
+    beside = Path().glob("tests/model/*.pyx") if "--inplace" in sys.argv else ()
+    sources = [MAIN, *beside]
     headers = ["shmring/core"]  # which what lies beside the core uses as well
     core = [
         Extension(str(path.with_suffix("")).replace("/", "."), [str(path)], include_dirs=headers) for path in sorted(sources)

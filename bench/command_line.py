@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import dataclasses
 import functools
+import itertools
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -20,9 +21,8 @@ from rich.console import Console
 from bench.children import BenchError, on_uvloop
 from bench.columns import READING
 from bench.machine import ROOT, Machine
-from bench.repetitions import Timing
+from bench.plan import Plan, Runs
 from bench.results import Coverage, Findings, Table, format_nbytes, write_json
-from shmring.door import parse_nbytes
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -33,10 +33,7 @@ SETTINGS: dict[str, Any] = {"show_default": True, "help_option_names": ["-h", "-
 _WHERE_RESULTS_GO = "--json"
 _PIPE_WIDTH = 300  # what the widest table needs for none of its numbers to be cut
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _Result = TypeVar("_Result")
-#: Returns what it has found, or yields what there is so far, again and again; then the last one counts.
-_Measure = Callable[..., Findings | Generator[Findings, None, None]]
 
 
 class NotMeasured(click.ClickException):
@@ -60,45 +57,12 @@ def check_plotter() -> None:
 # -- options -------------------------------------------------------------------------------------------------------------
 
 
-def repeatable(option: str, name: str, kind: Any, text: str, default: str = "all") -> Callable[[_Function], _Function]:
-    """An option that may be given several times: of a type that click knows, or one of these names."""
-    kind = click.Choice(list(kind)) if isinstance(kind, Collection) else kind
-    return click.option(option, name, multiple=True, type=kind, help=f"{text}; repeatable.  [default: {default}]")
-
-
-def size_option(default: str, item_nbytes: int = 1) -> Callable[[_Function], _Function]:
-    """Sizes of a tensor, such as 64KiB, each of which is a positive multiple of some item's."""
-
-    def size(value: str) -> int:
-        try:
-            nbytes = parse_nbytes(value)
-        except (ValueError, TypeError) as error:
-            raise click.BadParameter(str(error)) from None
-        if nbytes < item_nbytes or nbytes % item_nbytes:
-            raise click.BadParameter(f"{value} is not a positive multiple of {item_nbytes} bytes")
-        return nbytes
-
-    return repeatable("--size", "sizes", size, "Of a tensor", default)
-
-
-def environment_option(program: str, title: str) -> Callable[[_Function], _Function]:
-    """Where a server that is not ours is installed, by the name of its program."""
-
-    def there(context: click.Context, option: click.Parameter, environment: Path) -> Path:
-        if (missing := missing_program(environment, program, title)) is not None:
-            raise click.UsageError(missing)
-        return environment
-
-    text = f"Which has {title}; see `make test-{program}`."
-    default = ROOT / f".venv-{program}"
-    return click.option("--environment", default=default, type=DIRECTORY, callback=there, help=text)
-
-
-def missing_program(environment: Path, program: str, title: str) -> str | None:
-    """Returns that an environment lacks a program, and what to do about it; None if it has it."""
-    if (environment / "bin" / program).exists():
-        return None
-    return f"{environment} has no {title}; `make test-{program}` makes an environment that has"
+def environment_of(program: str, title: str) -> Path:
+    """Returns where a server that is not ours is installed, by the name of its program; raises NotMeasured if it is not."""
+    environment = ROOT / f".venv-{program}"
+    if not (environment / "bin" / program).exists():
+        raise NotMeasured(f"{environment} has no {title}; `make test-{program}` makes an environment that has")
+    return environment
 
 
 def versions(environment: Path, *packages: str) -> str:
@@ -107,41 +71,66 @@ def versions(environment: Path, *packages: str) -> str:
     return subprocess.check_output([environment / "bin" / "python", "-c", program], text=True).strip()
 
 
-def benchmark(mode: str, default: Timing | None = None) -> Callable[[_Measure], click.Command]:
-    """Makes a command of a function that measures: what it returns is stored, printed and judged.
+class Command(click.Command):
+    """A command, and what it measures."""
 
-    It has the function's options, and those of all commands, from which ``timing`` follows if it has a default. SIGTERM ends it
-    in order, with all processes of the run.
+    plan: Plan
+
+
+def benchmark(plan: Plan) -> Callable[[Callable[..., None]], Command]:
+    """Makes a command of a function that measures a plan: what there is then is stored, printed and judged.
+
+    The function gets a run of the plan, and its own options. The command's name is the plan's mode. SIGTERM ends it in order,
+    with all that it has started.
     """
-    own: list[click.Parameter] = [click.Option(["--json", "json_path"], type=FILE, help="Also write to this file.")]
-    if default is not None and default.timed_s:
-        text = f"Timed in each repetition.  [default: {default.timed_s:g}]"
-        own.append(click.Option(["--seconds"], type=click.FloatRange(min=0.01), help=text))
-    if default is not None:
-        text = f"Of each case, interleaved.  [default: {default.repetitions}]"
-        own.append(click.Option(["--repetitions"], type=click.IntRange(min=1), help=text))
+    timing = plan.timing
+    names = list(dict.fromkeys(itertools.chain.from_iterable(plan.cases.values())))
+    options: list[click.Parameter] = [
+        click.Option(["--json", "json_path"], type=FILE, help="Also write to this file."),
+        click.Option(["--case", "cases"], multiple=True, help="Only cases whose titles begin so; repeatable."),
+        click.Option(["--peer", "peers"], multiple=True, type=click.Choice(names), help="These and the first; repeatable."),
+        click.Option(["--repetitions"], type=click.IntRange(min=1), default=timing.repetitions, help="Interleaved."),
+    ]
+    if timing.timed_s:
+        kind = click.FloatRange(min=0.01)
+        options.append(click.Option(["--seconds"], type=kind, default=timing.timed_s, help="Timed in each repetition."))
 
-    def decorate(measure: _Measure) -> click.Command:
+    def decorate(measure: Callable[..., None]) -> Command:
         @functools.wraps(measure)
-        def run(json_path: Path | None, repetitions: int | None = None, seconds: float | None = None, **options: Any) -> None:
-            if default is not None:
-                options["timing"] = default.asked(repetitions, seconds)
+        def run(
+            json_path: Path | None,
+            cases: Sequence[str],
+            peers: Sequence[str],
+            repetitions: int,
+            seconds: float = 0.0,
+            **own: Any,
+        ) -> None:
+            asked = timing._replace(repetitions=repetitions, timed_s=seconds)
+            chosen = dataclasses.replace(plan.chosen(cases, peers), timing=asked)
+            if not chosen.cases:
+                raise click.UsageError(f"no case begins so; there are: {'; '.join(map(plan.title, plan.cases))}")
             # Of before the run: what it writes over may be a file of the checkout, which would differ from its commit then.
             told: dict[str, Any] = {"machine": Machine.here(), "command": typed()}
+
+            def keep(findings: Findings) -> Findings:
+                findings = msgspec.structs.replace(findings, **told)
+                if json_path is not None:
+                    write_json(findings, json_path)
+                return findings
+
             signal.signal(signal.SIGTERM, terminated)
+            runs = Runs(chosen, keep)
             try:
-                found = measure(**options)
-                with contextlib.closing((one for one in (found,)) if isinstance(found, Findings) else found) as parts:
-                    for findings in parts:
-                        findings = msgspec.structs.replace(findings, **told)
-                        if json_path is not None:
-                            write_json(findings, json_path)
+                measure(runs, **own)
             except BenchError as error:
                 raise NotMeasured(str(error)) from error
+            findings = keep(runs.findings())
             show(findings)
             conclude(findings)
 
-        return click.command(mode, params=[*own])(run)
+        command = click.command(plan.mode, cls=Command, params=options)(run)
+        command.plan = plan
+        return command
 
     return decorate
 

@@ -16,7 +16,6 @@ import asyncio
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,8 +26,9 @@ from bench.children import BenchError, on_uvloop, settle
 from bench.columns import compare
 from bench.command_line import benchmark
 from bench.peers.shmring_ring import RING
-from bench.repetitions import Repetitions, Timing
-from bench.results import Findings, format_nbytes
+from bench.plan import Plan, Runs, Timing
+from bench.repetitions import Measured
+from bench.results import Table, format_nbytes
 from bench.targets import Target, medians
 
 _WINDOW = 16
@@ -114,27 +114,25 @@ CASES = (
 _COLUMNS = (columns.median("median us", float, 1), columns.spread("least, most", float))
 
 
-def measure(cases: Sequence[Case], timing: Timing) -> Findings:
-    settle()
-    runs = Repetitions[Case, float](dict.fromkeys(cases, (_SUBJECT,)), timing.repetitions)
-    runs.measure(cases, lambda case, _: on_uvloop(both_ends(case.nbytes, case.way == _IN_PLACE, timing)))
-    targets = (
+def _tables(measured: Measured) -> list[Table]:
+    return [compare("cost of both ends in one process", ("what", "of"), measured, _COLUMNS)]
+
+
+PLAN = Plan(
+    mode="cost",
+    cases=dict.fromkeys(CASES, (_SUBJECT,)),
+    timing=Timing(7, 1.0, 0.3),
+    tables=_tables,
+    targets=[
         Target(case.title, "one process", case.limit_us, "us", medians(_SUBJECT, float, {"median": case}), at_least=False)
-        for case in cases
-    )
-    return Findings(
-        mode="cost",
-        tables=[compare("cost of both ends in one process", ("what", "of"), runs.measured, _COLUMNS)],
-        notes=[
-            f"{timing.repetitions} repetitions, in which messages are sent for {timing.timed_s:g} s, {_WINDOW} in flight. "
-            "Nothing is stamped."
-        ],
-        targets=[target.judge(runs.measured) for target in targets],
-        coverage=runs.coverage(),
-    )
+        for case in CASES
+    ],
+    notes=[f"Messages are sent all the time, {_WINDOW} in flight. Nothing is stamped."],
+)
 
 
-@benchmark("cost", Timing(7, 1.0, 0.3))
-def cost_command(timing: Timing) -> Findings:
+@benchmark(PLAN)
+def cost_command(runs: Runs) -> None:
     """CPU time of a message at both ends in one process: inline, copied, and in place up to 64 MB."""
-    return measure(CASES, timing)
+    settle()
+    runs.measure(lambda case, _: on_uvloop(both_ends(case.nbytes, case.way == _IN_PLACE, runs.plan.timing)))

@@ -27,8 +27,8 @@ from bench.children import BenchError, Child, Children, Parent
 from bench.messages import Case, Cell, Measurement, Sink, Source
 from bench.meter import Cost, Meter
 from bench.peers import Peer, RequestPeer
+from bench.plan import Runs, Timing
 from bench.questions import Client, Desk
-from bench.repetitions import Repetitions, Timing
 from bench.results import Status
 
 _PROCESS_NBYTES = 160 << 20  # what a process that has imported torch keeps for itself
@@ -107,11 +107,11 @@ class Groups:
         self._groups: dict[tuple[str, int], PeerGroup] = {}
         self._directory = tempfile.TemporaryDirectory(prefix="shmring-bench-")
 
-    def prepare(self, runs: Repetitions[Any, Measurement], cases: Sequence[Case]) -> None:
+    def prepare(self, runs: Runs, cases: Sequence[Case]) -> None:
         """Has the processes that cases need, and no others. What can't be measured is said to the runs, with the reason."""
         needed: dict[tuple[str, int], list[Case]] = {}
         for case in cases:
-            for name in (name for name in runs.subjects[case] if name in self._peers):
+            for name in (name for name in runs.cases[case] if name in self._peers):
                 peer = self._peers[name]
                 if (reason := peer.missing() or peer.limits(self._cell(case))) is not None:
                     runs.fail([case], [name], reason, Status.EXCLUDED)

@@ -74,11 +74,11 @@ are fewer large messages in flight.
 """
 
 _PAGES = (
-    _Page("benchmarks.md", "Benchmarks", ("cost", "request-scaling", "allocator", "steps", "soak"), _RULE),
+    _Page("benchmarks.md", "Benchmarks", ("cost", "allocator", "steps", "soak"), _RULE),
     _Page("benchmarks/peers.md", "Beside other transports", ("transport", "request", "fan-out"), _PEERS),
     _Page("benchmarks/server.md", "Of the server", ("serve", "isolation"), ""),
     _Page("benchmarks/gpu.md", "On a GPU", ("gpu",), ""),
-    _Page("benchmarks/vllm.md", "Inside vLLM", ("vllm",), "What it means for users is in [vLLM](../vllm.md).\n"),
+    _Page("benchmarks/vllm.md", "Inside vLLM", ("vllm", "vllm-workers"), "What it means for users is in [vLLM](../vllm.md).\n"),
     _Page("benchmarks/sglang.md", "Inside SGLang", ("sglang",), "What it means for users is in [SGLang](../sglang.md).\n"),
     _Page("benchmarks/ray.md", "In a Ray cluster", ("ray",), "What it means for users is in [Ray](../clusters.md).\n"),
 )
@@ -96,7 +96,7 @@ Each but the last stores with `--json bench/results/NAME.json`; `make bench-all`
 """
 
 #: Of modes, where a capital letter does not make them.
-_NAMES = {"gpu": "GPU", "sglang": "SGLang", "vllm": "vLLM"}
+_NAMES = {"gpu": "GPU", "sglang": "SGLang", "vllm": "vLLM", "vllm-workers": "vLLM-workers"}
 
 
 class ReportError(click.ClickException):

@@ -7,17 +7,16 @@ requests that one connection would have carried in one write and one read take a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Sequence
 
 from bench import columns
 from bench.columns import compare
-from bench.command_line import benchmark, repeatable
+from bench.command_line import benchmark
 from bench.groups import Groups
-from bench.messages import Measurement
 from bench.peers import BASELINE, REQUEST_PEERS, SEVERAL_CLIENTS
+from bench.plan import Plan, Runs, Timing
 from bench.questions import Case
-from bench.repetitions import Measured, Repetitions, Timing
-from bench.results import Coverage, Findings
+from bench.repetitions import Measured
+from bench.results import Table
 from bench.targets import Target, medians, ratios
 
 _PEERS = REQUEST_PEERS | SEVERAL_CLIENTS
@@ -57,30 +56,30 @@ TARGETS = (
 )  # fmt: skip
 
 
-def report(measured: Measured, coverage: Coverage, timing: Timing) -> Findings:
-    notes = [
-        f"Every request and every reply is checked. Repetitions of {timing.timed_s:g} s. engine, client: microseconds of CPU "
-        "for each request, with copies and the benchmark's own checks. Round trips begin before the request is handed over and "
-        "end when its reply is there: medians of each repetition's percentiles.",
+def _tables(measured: Measured) -> list[Table]:
+    return [compare("requests of a tensor, replies of 64 B", ("request", "transport"), measured, _COLUMNS, _TITLES)]
+
+
+PLAN = Plan(
+    mode="request",
+    cases=CASES,
+    timing=Timing(5, 0.3, 0.25),
+    titles=_TITLES,
+    tables=_tables,
+    targets=TARGETS,
+    notes=[
+        "Every request and every reply is checked. engine, client: microseconds of CPU for each request, with copies and the "
+        "benchmark's own checks. Round trips begin before the request is handed over and end when its reply is there: medians "
+        "of each repetition's percentiles.",
         *(f"{peer.requires} {peer.version()}" for peer in REQUEST_PEERS.values() if peer.version() is not None),
-    ]
-    return Findings(
-        mode="request",
-        tables=[compare("requests of a tensor, replies of 64 B", ("request", "transport"), measured, _COLUMNS, _TITLES)],
-        notes=notes,
-        targets=[target.judge(measured) for target in TARGETS],
-        coverage=coverage,
-    )
+    ],
+)
 
 
-@benchmark("request", Timing(5, 0.3, 0.25))
-@repeatable("--case", "titles", [case.title for case in CASES], "Requests of a size, so many in flight")
-def request_command(timing: Timing, titles: Sequence[str]) -> Generator[Findings, None, None]:
+@benchmark(PLAN)
+def request_command(runs: Runs) -> None:
     """Requests with a payload, each with its reply, many in flight; all of them checked."""
-    cases = {case: names for case, names in CASES.items() if not titles or case.title in titles}
-    runs = Repetitions[Case, Measurement](cases, timing.repetitions)
-    with Groups(_PEERS, timing) as groups:
-        for case in cases:
+    with Groups(_PEERS, runs.plan.timing) as groups:
+        for case in runs.cases:
             groups.prepare(runs, [case])
-            runs.measure([case], groups.run, _TITLES)
-            yield report(runs.measured, runs.coverage(), timing)
+            runs.measure(groups.run, [case])

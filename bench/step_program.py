@@ -66,20 +66,15 @@ class _Step(NamedTuple):
 
 
 def measure_steps(model: str, name: str) -> dict[str, float]:
-    """Measures everything once; returns numbers by what they are of. Of the executor ``vllm``, answers to texts alone."""
+    """Measures everything once; returns numbers by what they are of."""
     torch.set_num_threads(1)
-    options: dict[str, Any] = {"max_num_seqs": 32}
-    if name == "vllm":  # which does not read weights of this name, and whose answers nobody reads
-        options |= {"load_format": "dummy", "enforce_eager": True, "max_model_len": 8192, "gpu_memory_utilization": 0.1}
-    executor = create_executor(name, ExecutorOptions(model=model, options=options))
+    executor = create_executor(name, ExecutorOptions(model=model, options={"max_num_seqs": 32}))
     _execute(executor, [_question("x" * 16, 4)])
     gc.collect()
     gc.freeze()  # as the engine does when it has started: looking through all that was imported stops a step for 0.1 s and more
     found: dict[str, float] = {}
     for prompt, streams in CASES:
         found |= _measure_case(executor, prompt, streams, _TOKENS)
-    if name == "vllm":
-        return found
     joining = [_question("What is it?", 8, _picture(seed)) for seed in range(_JOINING)]
     steps = _execute(executor, [_question("x" * 32, 4 * _TOKENS) for _ in range(_STREAMS)], joining)
     found[f"longest step in ms, {_JOINING} pictures join {_STREAMS}"] = 1000 * max(step.wall_s for step in steps[1:])

@@ -2,8 +2,8 @@
 
 The model is a LLaVA with random weights, of 61 million parameters: what is measured is how requests share a step, and no answer
 is read. transformers' own continuous batching answers the same prompts at the same length. Another checkout can be measured
-beside this one (``--beside``), and the executor ``vllm`` (``--vllm``). Each measurement has a process of its own, of one
-thread, so that CPU time does not depend on how many cores wait for each other.
+beside this one (``--beside``). Each measurement has a process of its own, of one thread, so that CPU time does not depend on
+how many cores wait for each other.
 
 A step of N answers is one in which each of N answers gets a token and no prompt is read. Prompts are read piece by piece, so
 answers are long enough for the first to go on when the last one begins. How long a step's tokens are chosen is measured apart,
@@ -12,6 +12,7 @@ with a vocabulary of 151,936 tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import torch
@@ -27,12 +28,13 @@ import torch
 from bench import columns
 from bench.children import BenchError
 from bench.columns import compare
-from bench.command_line import DIRECTORY, benchmark, missing_program
+from bench.command_line import DIRECTORY, benchmark
 from bench.machine import ROOT
-from bench.repetitions import Repetitions, Timing
-from bench.results import Findings
+from bench.plan import Plan, Runs, Timing
+from bench.repetitions import Measured
+from bench.results import Table
 from bench.step_program import CONTINUOUS
-from bench.targets import Target, ratios
+from bench.targets import Numbers, Target, ratios
 
 _LIMIT_S = 900  # for a process to measure everything
 
@@ -40,7 +42,6 @@ _LIMIT_S = 900  # for a process to measure everything
 PROGRAM = Path(__file__).with_name("step_program.py")
 
 _OURS = "this"
-_TARGET = "tokens per CPU second, of transformers' continuous batching"
 _CASE = "steps of the executor"
 
 
@@ -54,54 +55,65 @@ def write_model(directory: Path) -> None:
     tiny_models.write_llava(directory, side=336, vision=vision, text=text, dtype=torch.bfloat16)
 
 
-class _Peer(NamedTuple):
-    """A checkout, in an environment."""
-
-    checkout: Path
-    python: str = sys.executable
-    executor: str = "transformers"
+_COLUMNS = (columns.median("median", float, 1), columns.spread("least, most", float), columns.ratio("this is", _OURS, float))
 
 
-@benchmark("steps", Timing(3))
-@click.option("--beside", default=None, type=DIRECTORY, help="Another checkout, which is measured in turn with this one.")
-@click.option(
-    "--vllm", default=None, type=DIRECTORY, help="Which has vLLM, whose executor is measured, too; see `make test-vllm`."
+def _numbers(measured: Measured) -> Measured:
+    """Returns the same by what its numbers are of."""
+    found = measured.get(_CASE, {})
+    whats = dict.fromkeys(what for runs in found.values() for run in runs for what in run)
+    return {
+        what: {name: numbers for name, runs in found.items() if (numbers := [run[what] for run in runs if what in run])}
+        for what in whats
+    }
+
+
+def _tables(measured: Measured) -> list[Table]:
+    return [compare(_CASE, ("number", "of"), _numbers(measured), _COLUMNS)]
+
+
+def _beside_continuous(measured: Measured) -> Numbers:
+    """Of its time to ours."""
+    numbers = _numbers(measured)
+    return ratios(CONTINUOUS, _OURS, float, {what: what for what in numbers if what.startswith("all CPU s")})(numbers)
+
+
+PLAN = Plan(
+    mode="steps",
+    cases={_CASE: [_OURS, CONTINUOUS]},
+    timing=Timing(3),
+    tables=_tables,
+    targets=[
+        Target(
+            "tokens per CPU second, of transformers' continuous batching", "prompts and answers", 0.9, "x", _beside_continuous
+        )
+    ],
 )
-def steps_command(timing: Timing, beside: Path | None, vllm: Path | None) -> Findings:
+
+
+@benchmark(PLAN)
+@click.option("--beside", default=None, type=DIRECTORY, help="Another checkout, which is measured in turn with this one.")
+def steps_command(runs: Runs, beside: Path | None) -> None:
     """CPU time of a step of the executor `transformers`, the longest one while pictures join, embeddings, choosing tokens."""
-    peers = {_OURS: _Peer(ROOT), CONTINUOUS: _Peer(ROOT, executor=CONTINUOUS)}
+    checkouts = dict.fromkeys(runs.cases[_CASE], ROOT)
     if beside is not None:
         if not (beside / "shmring").is_dir():  # the shmring that is installed would be measured
             raise click.UsageError(f"{beside} is no checkout of shmring")
-        peers["beside"] = _Peer(beside.resolve())
-    if vllm is not None:
-        if (missing := missing_program(vllm, "vllm", "vLLM")) is not None:
-            raise click.UsageError(missing)
-        peers["vllm"] = _Peer(ROOT, str(vllm.absolute() / "bin" / "python"), "vllm")
-    runs = Repetitions[str, dict[str, float]]({_CASE: list(peers)}, timing.repetitions)
+        checkouts["beside"] = beside.resolve()
+        runs.plan = dataclasses.replace(runs.plan, cases={_CASE: list(checkouts)})
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "llava"
         write_model(model)
-        runs.measure([_CASE], lambda _, name: _measure(peers[name], model))
-    found = runs.measured.get(_CASE, {})
-    numbers = dict.fromkeys(what for of_peer in found.values() for run in of_peer for what in run)
-    measured = {
-        what: {name: of_runs for name, of_peer in found.items() if (of_runs := [run[what] for run in of_peer if what in run])}
-        for what in numbers
-    }
-    shown = (columns.median("median", float, 1), columns.spread("least, most", float), columns.ratio("this is", _OURS, float))
-    whole = {what: what for what in measured if what.startswith("all CPU s")}
-    target = Target(_TARGET, "prompts and answers", 0.9, "x", ratios(CONTINUOUS, _OURS, float, whole))  # of its time to ours
-    tables = [compare(_CASE, ("number", "of"), measured, shown)]
-    return Findings(mode="steps", tables=tables, targets=[target.judge(measured)], coverage=runs.coverage())
+        runs.measure(lambda _, name: _measure(checkouts[name], name, model))
 
 
-def _measure(peer: _Peer, model: Path) -> dict[str, float]:
-    command = [peer.python, "-P", str(PROGRAM), str(model), peer.executor]
-    environment = os.environ | {"PYTHONPATH": str(peer.checkout), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=peer.checkout, capture_output=True, text=True, timeout=_LIMIT_S)
+def _measure(checkout: Path, name: str, model: Path) -> dict[str, float]:
+    executor = CONTINUOUS if name == CONTINUOUS else "transformers"
+    command = [sys.executable, "-P", str(PROGRAM), str(model), executor]
+    environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, timeout=_LIMIT_S)
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        raise BenchError(f"{peer.executor} of {peer.checkout}: {said[-1]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])  # vLLM says something before
+        raise BenchError(f"{executor} of {checkout}: {said[-1]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])  # some say something before
     return found

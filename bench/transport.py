@@ -8,36 +8,30 @@ long.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import click
 import msgspec
 import numpy as np
 
 from bench import columns
 from bench.columns import Column, cross
-from bench.command_line import benchmark, repeatable, size_option
+from bench.command_line import benchmark
 from bench.groups import Groups
 from bench.machine import Copies
 from bench.messages import Case, Measurement
 from bench.peers import BASELINE, MEMCPY, PEERS
-from bench.repetitions import Measured, Number, Repetitions, Timing, median, ratio
-from bench.results import Coverage, Findings, Table, format_nbytes, format_rate, format_times
-from bench.stamps import ITEM_NBYTES
-from bench.targets import TARGETS, Target
-
-#: Who is measured in a case.
-Plan = dict[Case, Sequence[str]]
+from bench.plan import Cases, Plan, Runs, Timing
+from bench.repetitions import Measured, Number, median, ratio
+from bench.results import Table, format_nbytes, format_rate, format_times
+from bench.transport_targets import TARGETS
 
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
-_WINDOWS, _PRODUCERS = (16, 1), (1, 8)
-_SEVERAL = (BASELINE, "iceoryx2")  # whose producers are several, unless peers were chosen
+_SEVERAL = (BASELINE, "iceoryx2")  # whose producers are several
 _QUICK_LARGE = ("shmring", MEMCPY, "shmring-in-place", "iceoryx2", "iceoryx2-loaned", "spinning-arena", "pyzmq")
-_LONGER = Timing(5, 0.5, 0.15)  # of what has missed a target
 _COPIES_S = 0.1  # in each repetition
 _BETTER = 1.05  # by how much a peer must be better to be called that; less is within the spread of most cases
 _TITLES = {name: peer.title for name, peer in PEERS.items()} | {MEMCPY: "memcpy, cold"}
@@ -53,64 +47,13 @@ class Stored(msgspec.Struct, frozen=True):
     shmring_ratio: float
 
 
-def plan(
-    sizes: Sequence[int] = (), producers: Sequence[int] = (), windows: Sequence[int] = (), peers: Sequence[str] = ()
-) -> Plan:
-    """Returns the cases of what the options of ``bench transport`` mean, by size."""
-    names = [name for name in PEERS if not peers or name in peers or name == BASELINE]
-    with_copies = [BASELINE, MEMCPY, *names[1:]]
-    cases: Plan = {}
-    for nbytes, number in itertools.product(sizes or _SIZES, producers or _PRODUCERS):
-        for window in (windows or _WINDOWS) if number == 1 else _WINDOWS[:1]:
-            cases[Case(nbytes, number, window)] = names
-        if number > 1 and not peers:
-            cases[Case(nbytes, number)] = _SEVERAL
-        elif (base := Case(nbytes)) in cases:
-            cases[base] = with_copies
-    return cases
-
-
-def quick_plan() -> Plan:
-    """Returns the cases that tell whether targets are met: where peers take seconds, only those that a target is about."""
-    cases = plan(_SIZES[:4], (1,)) | {Case(_SIZES[4]): _QUICK_LARGE, Case(64 << 10, 8): [BASELINE]}
-    return cases | {Case(8 << 20, window=1): ["shmring", "shmring-in-place"]}
-
-
-def measure(cases: Plan, timing: Timing, peers: Mapping[str, Any] = PEERS) -> Iterator[tuple[Measured, Coverage]]:
-    """Measures cases, a size after the other; yields what there is after each, lest a run that is ended was for nothing."""
-    runs = Repetitions[Case, Measurement](cases, timing.repetitions)
-    with Groups(peers, timing) as groups:
-        for nbytes in dict.fromkeys(case.nbytes for case in cases):
-            of_size = [case for case in cases if case.nbytes == nbytes]
-            groups.prepare(runs, of_size)
-            copies = functools.cache(Copies)
-
-            def once(case: Case, name: str, copies: Callable[[int], Copies] = copies) -> Measurement:
-                if name == MEMCPY:
-                    return Measurement(*copies(case.nbytes).measure(_COPIES_S), np.empty(0, np.int64))
-                return groups.run(case, name)
-
-            runs.measure(of_size, once, _TITLES)
-            yield runs.measured, runs.coverage()
-
-
-def decisive(measured: Measured, missed: Sequence[Target]) -> Plan:
-    """Returns the cases and peers without which those targets would miss something else."""
-
-    def misses(measured: Measured) -> list[list[tuple[str, float]]]:
-        return [target.misses(measured) for target in missed]
-
-    all_of_it = misses(measured)
-
-    def decides(case: Case, *names: str) -> bool:
-        left = {name: runs for name, runs in measured[case].items() if name not in names}
-        return misses({**measured, case: left}) != all_of_it
-
-    return {
-        case: [name for name in of_case if name == BASELINE or decides(case, name)]
+def _stored(measured: Measured) -> list[Stored]:
+    return [
+        Stored(case, name, median(runs, _SPEED) or 0.0, p50_us, ratio(measured, case, BASELINE, name, _SPEED) or 0.0)
         for case, of_case in measured.items()
-        if decides(case, *of_case)
-    }
+        for name, runs in of_case.items()
+        if (p50_us := median(runs, "p50_us")) is not None
+    ]
 
 
 # -- as it is read ---------------------------------------------------------------------------------------------------------
@@ -129,31 +72,13 @@ _ONE_BY_ONE: Mapping[str, Column] = {
 }
 
 
-def report(measured: Measured, coverage: Coverage, timing: Timing) -> Findings:
-    tables = []
+def _tables(measured: Measured) -> Iterator[Table]:
     for producers, window in dict.fromkeys((case.producers, case.window) for case in measured):
         group = {case: of for case, of in measured.items() if (case.producers, case.window) == (producers, window)}
         what = f"{producers} producer{'s' * (producers > 1)}, {window} in flight" + " of each" * (producers > 1)
         for title, column in (_IN_FLIGHT if window > 1 else _ONE_BY_ONE).items():
-            table = cross(f"{title}, {what}", "transport", group, column, _TITLES, lambda case: format_nbytes(case.nbytes))
-            tables.append(table)
-    versions = sorted({f"{peer.requires} {peer.version()}" for peer in PEERS.values() if peer.version() is not None})
-    return Findings(
-        mode="transport",
-        tables=[*tables, *_not_best(measured)],
-        notes=[
-            f"{timing.repetitions} repetitions of {timing.timed_s:g} s. Load {os.getloadavg()[0]:.1f} at the end of the run. "
-            f"{', '.join(versions)}."
-        ],
-        targets=[target.judge(measured) for target in TARGETS],
-        results=[
-            Stored(case, name, median(runs, _SPEED) or 0.0, p50_us, ratio(measured, case, BASELINE, name, _SPEED) or 0.0)
-            for case, of_case in measured.items()
-            for name, runs in of_case.items()
-            if (p50_us := median(runs, "p50_us")) is not None
-        ],
-        coverage=coverage,
-    )
+            yield cross(f"{title}, {what}", "transport", group, column, _TITLES, lambda case: format_nbytes(case.nbytes))
+    yield from _not_best(measured)
 
 
 _MEASURES: Mapping[str, Number] = {
@@ -187,33 +112,58 @@ def _best_other(numbers: Mapping[str, float | None], ours: str) -> str:
 # -- commands --------------------------------------------------------------------------------------------------------------
 
 
-@benchmark("transport", Timing(5, 0.2, 0.15))
-@size_option("4KiB, 64KiB, 1MiB, 8MiB, 64MiB", ITEM_NBYTES)
-@repeatable("--producers", "producers", click.IntRange(1, 127), "Processes", "1, 8")
-@repeatable("--window", "windows", click.IntRange(1, 1024), "Messages in flight of one producer", "16, 1")
-@repeatable("--peer", "peers", PEERS, "Beside shmring")
-def transport_command(timing: Timing, **choices: Any) -> Generator[Findings, None, None]:
+def _cases() -> Iterator[tuple[Case, list[str]]]:
+    for nbytes in _SIZES:
+        yield Case(nbytes), [BASELINE, MEMCPY, *(name for name in PEERS if name != BASELINE)]
+        yield Case(nbytes, window=1), list(PEERS)
+        yield Case(nbytes, producers=8), list(_SEVERAL)
+
+
+PLAN = Plan(
+    mode="transport",
+    cases=dict(_cases()),
+    timing=Timing(5, 0.2, 0.15),
+    titles=_TITLES,
+    tables=_tables,
+    targets=TARGETS,
+    results=_stored,
+)
+
+#: What tells whether targets are met: where peers take seconds, only what a target is about.
+_QUICK: Cases = {
+    **{case: peers for case, peers in PLAN.cases.items() if case.producers == 1 and case.nbytes < _SIZES[-1]},
+    Case(_SIZES[-1]): _QUICK_LARGE,
+    Case(64 << 10, 8): [BASELINE],
+    Case(8 << 20, window=1): ["shmring", "shmring-in-place"],
+}
+QUICK_PLAN = dataclasses.replace(PLAN, mode="quick", cases=_QUICK, timing=Timing(3, 0.15, 0.05))
+
+
+def measure(runs: Runs, peers: Mapping[str, Any] = PEERS) -> None:
+    """Measures a size after the other."""
+    copies = functools.lru_cache(1)(Copies)
+
+    def once(case: Case, name: str) -> Measurement:
+        if name == MEMCPY:
+            return Measurement(*copies(case.nbytes).measure(_COPIES_S), np.empty(0, np.int64))
+        return groups.run(case, name)
+
+    with Groups(peers, runs.plan.timing) as groups:
+        for nbytes in dict.fromkeys(case.nbytes for case in runs.cases):
+            of_size = [case for case in runs.cases if case.nbytes == nbytes]
+            groups.prepare(runs, of_size)
+            runs.measure(once, of_size)
+    versions = {f"{peer.requires} {peer.version()}" for peer in peers.values() if peer.version() is not None}
+    runs.notes.append(f"Load {os.getloadavg()[0]:.1f} at the end of the run. {', '.join(sorted(versions))}.")
+
+
+@benchmark(PLAN)
+def transport_command(runs: Runs) -> None:
     """One-way messages from producer processes to a consumer process, every one checked."""
-    for measured, coverage in measure(plan(**choices), timing):
-        yield report(measured, coverage, timing)
+    measure(runs)
 
 
-@benchmark("quick", Timing(3, 0.15, 0.05))
-def quick_command(timing: Timing) -> Generator[Findings, None, None]:
-    """Transports in about 5 minutes, and more where a target is missed, to measure again, longer, what misses it."""
-    for measured, coverage in measure(quick_plan(), timing):
-        yield (findings := report(measured, coverage, timing))
-    missed = {target: verdict for target, verdict in zip(TARGETS, findings.targets, strict=True) if verdict.fails}
-    if not missed or findings.failures:
-        return
-    first = dict(measured)
-    for newer, _ in measure(decisive(measured, list(missed)), _LONGER):
-        measured = {case: {**first[case], **newer.get(case, {})} for case in first}
-    verdicts = []
-    for target, verdict in zip(TARGETS, findings.targets, strict=True):
-        if target in missed:
-            again = target.judge(measured)
-            detail = f"{again.detail}; measured again, longer: at first {verdict.measured}"
-            verdict = msgspec.structs.replace(again, detail=detail)
-        verdicts.append(verdict)
-    yield msgspec.structs.replace(report(measured, coverage, timing), targets=verdicts)
+@benchmark(QUICK_PLAN)
+def quick_command(runs: Runs) -> None:
+    """Transports in about five minutes: what a target is about, and for a shorter time."""
+    measure(runs)

@@ -1,53 +1,36 @@
-"""``python -m bench allocator``: a run, and what it has found as tables beside the targets and beside the stored run.
+"""``python -m bench allocator``: how full the slab gets, beside the targets and beside the stored run, and what placing costs.
 
 A fill depends on nothing but the seeds and the code, so it may not be less than the stored run says, without any tolerance.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from bench import columns
-from bench.allocation.measures import FILLED, LEASED, OURS, TIMED, Timed, first_failure
+from bench.allocation.measures import FILLED, LEASED, OURS, Timed, first_failure
 from bench.allocation.traces import LIFETIMES
 from bench.columns import Column, compare, cross
 from bench.command_line import benchmark
 from bench.machine import ROOT
-from bench.repetitions import Measured, Repetitions
-from bench.results import Findings
+from bench.plan import Plan, Runs, Timing
+from bench.repetitions import Measured
+from bench.results import Findings, Table
 from bench.targets import Known, Numbers, Target, medians
 
-_MANY_LIVE = 10_000
+_SEEDS, _BATCHES = 300, 15
 _SLAB_NBYTES, _LARGE_SLAB_NBYTES = 4 << 30, 32 << 30
+_MANY_LIVE = 10_000
 
 #: The run that the others are held against.
 STORED = ROOT / "bench" / "results" / "allocator.json"
-
-_TITLES = {name: subject.title for name, subject in (FILLED | TIMED).items()}
-
-
-class Plan(NamedTuple):
-    """What to measure: traces of each kind, in slabs of which sizes; how many slots are live where time is taken; how often."""
-
-    seeds: int = 300
-    slabs: Sequence[int] = (_SLAB_NBYTES, _LARGE_SLAB_NBYTES)
-    live: Sequence[int] = (10, 1_000, _MANY_LIVE)
-    batches: int = 15
-
-    def fills(self) -> dict[Filled, list[str]]:
-        """Returns who fills which slabs, in which order slots go."""
-        return {
-            Filled(lifetime, nbytes): [name for name in FILLED if nbytes == _SLAB_NBYTES or name not in LEASED]
-            for nbytes, lifetime in itertools.product(self.slabs, LIFETIMES)
-        }
-
-
-PLAN = Plan()
 
 
 class Filled(NamedTuple):
@@ -59,6 +42,16 @@ class Filled(NamedTuple):
     @property
     def title(self) -> str:
         return f"{LIFETIMES[self.lifetime].title}, slab of {self.slab_nbytes >> 30} GiB"
+
+
+class Live(NamedTuple):
+    """How many slots are live where time is taken."""
+
+    slots: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.slots:,} slots live"
 
 
 class Fill(msgspec.Struct, frozen=True):
@@ -78,52 +71,29 @@ class Stored(msgspec.Struct, frozen=True):
     fill: Fill
 
 
-def measure(plan: Plan, stored: Sequence[Stored] = ()) -> Findings:
-    """Measures what a plan says, and compares it with a stored run."""
-    fills = Repetitions[Filled, Fill](plan.fills(), 1)
-
-    def fill(filled: Filled, name: str) -> Fill:
-        # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
-        seeds = max(10, min(plan.seeds, plan.seeds * _SLAB_NBYTES // filled.slab_nbytes))
-        place = FILLED[name], LIFETIMES[filled.lifetime], filled.slab_nbytes
-        shares = sorted(first_failure(*place, seed) for seed in range(seeds))
-        return Fill(sum(shares) / seeds, shares[seeds // 100], shares[0], seeds)
-
-    fills.measure(list(fills.subjects), fill, _TITLES)
-    costs = Repetitions[int, float](dict.fromkeys(plan.live, tuple(TIMED)), plan.batches, _live)
-    for live in plan.live:
-        timed = {name: Timed(subject, live) for name, subject in TIMED.items()}
-
-        def cost(live: int, name: str, timed: dict[str, Timed] = timed) -> float:
-            return timed[name].batch_us()
-
-        costs.measure([live], cost, _TITLES)
-    return Findings(
-        mode="allocator",
-        tables=[
-            cross("fill at the first failure, mean / p1 / min", "who places", fills.measured, _FILL, _TITLES),
-            compare("processor time of an operation", ("slots live", "who places"), costs.measured, _COST, _TITLES, _live),
-        ],
-        notes=_NOTES,
-        targets=[
-            *(target.judge(fills.measured) for target in FILL_TARGETS),
-            *(target.judge(costs.measured) for target in COST_TARGETS),
-            *(target.judge(fills.measured) for target in beside_stored(stored)),
-        ],
-        results=[Stored(name, filled, run) for filled, of in fills.measured.items() for name, (run,) in of.items()],
-        coverage=fills.coverage() + costs.coverage(),
-    )
+def measure(case: Filled | Live, name: str) -> Fill | float:
+    """Returns a fill, or the microseconds of processor time of an operation."""
+    if isinstance(case, Live):
+        timed = Timed(case.slots)
+        return statistics.median(timed.batch_us() for _ in range(_BATCHES))
+    # Traces are as much longer as the slab is larger; as few large ones take as long as many small ones.
+    seeds = max(10, min(_SEEDS, _SEEDS * _SLAB_NBYTES // case.slab_nbytes))
+    place = FILLED[name].create, LIFETIMES[case.lifetime], case.slab_nbytes
+    shares = sorted(first_failure(*place, seed) for seed in range(seeds))
+    return Fill(sum(shares) / seeds, shares[seeds // 100], shares[0], seeds)
 
 
 # -- as people read it -----------------------------------------------------------------------------------------------------
 
-
-def _live(live: int) -> str:
-    return f"{live:,}"
-
-
+_TITLES = {name: subject.title for name, subject in FILLED.items()}
 _FILL = Column("", lambda row: "{0.mean:.1%} / {0.p1:.1%} / {0.minimum:.1%}".format(*row.runs))
-_COST = (columns.median("median us", float, 2), columns.spread("least, most", float))
+
+
+def _tables(measured: Measured) -> Iterator[Table]:
+    fills, times = ({case: of for case, of in measured.items() if type(case) is kind} for kind in (Filled, Live))
+    yield cross("fill at the first failure, mean / p1 / min", "who places", fills, _FILL, _TITLES)
+    shown = [columns.median("median us", float, 2)]
+    yield compare("processor time of an operation", ("slots live", "who places"), times, shown, _TITLES)
 
 
 def _fill_target(slab_nbytes: int, part: str, percent: float, known: Known | None = None) -> Target:
@@ -164,28 +134,51 @@ def beside_stored(stored: Sequence[Stored]) -> Iterator[Target]:
         yield Target(what, "all that fill", 0, "% of the slab", functools.partial(more, part=part))
 
 
-def _operation(name: str, known: Known | None = None) -> Target:
-    what, at = f"time per operation: {_TITLES[name]}", f"{_MANY_LIVE:,} slots live"
-    return Target(what, at, 0.5, "us", medians(name, float, {"median": _MANY_LIVE}), at_least=False, known=known)
+def _cases() -> Iterator[tuple[Filled | Live, list[str]]]:
+    for nbytes, lifetime in itertools.product((_SLAB_NBYTES, _LARGE_SLAB_NBYTES), LIFETIMES):
+        yield Filled(lifetime, nbytes), [name for name in FILLED if nbytes == _SLAB_NBYTES or name not in LEASED]
+    for slots in (10, 1_000, _MANY_LIVE):
+        yield Live(slots), [OURS]
 
 
-#: What an operation of the lease book takes, of which one of the allocator is a part.
-COST_TARGETS = (_operation(OURS), _operation("book", Known(8, 0.6)))
+#: Of an operation.
+COST_TARGET = Target(
+    f"time per operation: {_TITLES[OURS]}", Live(_MANY_LIVE).title, 0.5, "us",
+    medians(OURS, float, {"median": Live(_MANY_LIVE)}), at_least=False,
+)  # fmt: skip
 
-_NOTES = [
-    "Fill: the bytes that were asked for, divided by the slab. Sizes are log-uniform, from 64 KB to 200 MB. In a trace, the "
-    "slots that exist at the same time grow from half of the slab to more than it holds. Meanwhile its content is replaced "
-    "four or five times, and a tenth of the slots is aborted at once.",
-    "The limit is a slab whose content is moved together all the time. It does not reach 100 %, because the slot that did not "
-    "fit was large.",
-    "Leases: the ledger, and the lease books of frontends that ask in turn. A failure there is a slot that has to wait. Memory "
-    "that a frontend has and does not use counts as empty.",
-    "docs/decisions/0008-allocation-policy.md says how other policies, sizes and slabs did.",
-]
+_TARGETS = (*FILL_TARGETS, COST_TARGET)
+
+PLAN = Plan(
+    mode="allocator",
+    cases=dict(_cases()),
+    timing=Timing(1),
+    titles=_TITLES,
+    tables=_tables,
+    targets=_TARGETS,
+    results=lambda measured: [
+        Stored(name, case, run)
+        for case, of_case in measured.items()
+        if isinstance(case, Filled)
+        for name, (run,) in of_case.items()
+    ],
+    notes=[
+        "Fill: the bytes that were asked for, divided by the slab. Sizes are log-uniform, from 64 KB to 200 MB. In a trace, "
+        "the slots that exist at the same time grow from half of the slab to more than it holds. Meanwhile its content is "
+        "replaced four or five times, and a tenth of the slots is aborted at once.",
+        "The limit is a slab whose content is moved together all the time. It does not reach 100 %, because the slot that did "
+        "not fit was large.",
+        "Leases: the ledger, and the lease books of frontends that ask in turn. A failure there is a slot that has to wait. "
+        "Memory that a frontend has and does not use counts as empty.",
+        "docs/decisions/0008-allocation-policy.md says how other policies, sizes and slabs did.",
+    ],
+)
 
 
-@benchmark("allocator")
-def allocator_command() -> Findings:
+@benchmark(PLAN)
+def allocator_command(runs: Runs) -> None:
     """How full the slab gets, also beside the stored run (bench/results/allocator.json), and what placing a slot costs."""
     stored = msgspec.json.decode(STORED.read_bytes(), type=Findings).results
-    return measure(PLAN, msgspec.convert(stored, list[Stored]))
+    beside = beside_stored(msgspec.convert(stored, list[Stored]))
+    runs.plan = dataclasses.replace(runs.plan, targets=[*_TARGETS, *beside])
+    runs.measure(measure)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from bench.allocation.called_book import CalledBook
 from shmring.config import ClientConfig, RingConfig
 from shmring.core import effects
 from shmring.core.compiled import ClientBook, ClientSlotRecord, EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, ClientBookLimits, EngineBookLimits, Geometry
-from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest
+from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseRequest
 from shmring.ring.limits import MAX_LEASES
 
 _ARRIVALS_PER_S = 50  # so that what was empty for ``lease_idle_s`` goes back in the course of a trace
@@ -41,7 +40,15 @@ class Leased:
         self.arrivals = 0
         for client_id in range(1, frontends + 1):
             grant = self.ledger.connect(client_id, int(client.lease_nbytes))
-            self.books[client_id] = ClientBook(_book_limits(client_id, length, client))
+            self.books[client_id] = ClientBook(
+                ClientBookLimits(
+                    client_id=client_id,
+                    leasable_nbytes=length * BLOCK_NBYTES,
+                    max_leases=MAX_LEASES,
+                    lease_nbytes=int(client.lease_nbytes),
+                    lease_idle_s=client.lease_idle_s,
+                )
+            )
             if grant is not None:
                 self._reach(effects.Granted(client_id, grant))
 
@@ -93,26 +100,3 @@ class Leased:
             case effects.Recalled(client_id, lease_ids):
                 return self._follow(client_id, self.books[client_id].recalled(lease_ids))
         raise AssertionError(f"nothing of this causes {effect}")
-
-
-def _book_limits(client_id: int, length: int, client: ClientConfig) -> ClientBookLimits:
-    return ClientBookLimits(
-        client_id=client_id,
-        leasable_nbytes=length * BLOCK_NBYTES,
-        max_leases=MAX_LEASES,
-        lease_nbytes=int(client.lease_nbytes),
-        lease_idle_s=client.lease_idle_s,
-    )
-
-
-def lone_book(length: int, leases: int) -> CalledBook:
-    """Returns a lease book on its own as a policy, from acquiring a slot to its release, to measure what it costs.
-
-    Its blocks are in so many leases of one size.
-    """
-    book = ClientBook(_book_limits(1, length, ClientConfig()))
-    blocks = length // leases
-    for number in range(leases):
-        offset = (1 + number * blocks) * BLOCK_NBYTES
-        book.granted(LeaseGrant(0, number + 1, offset, blocks * BLOCK_NBYTES), now=0.0)
-    return CalledBook(book)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from bench.allocation.leased import Leased, lone_book
+from bench.allocation.leased import Leased
 from bench.allocation.traces import LARGEST_NBYTES, Lifetime, draw_size, mean_nbytes, trace
 from shmring.core.compiled import RunAllocator
 from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
@@ -71,20 +71,16 @@ LEASED = {
     "leases-1": Subject("shmring, leases of 1 frontend", lambda start, length: Leased(length, 1)),
     "leases-3": Subject("shmring, leases of 3 frontends", lambda start, length: Leased(length, 3)),
 }
-#: Whose fill is measured, and whose time; by name.
+#: Whose fill is measured, by name.
 FILLED = {OURS: Subject("shmring", RunAllocator), **LEASED, LIMIT: Subject("limit: moved together", Limit)}
-TIMED = {
-    OURS: FILLED[OURS],
-    "book": Subject("shmring: lease book, 1 lease", lambda start, length: lone_book(length, 1)),
-}
 
 
 # -- fill ----------------------------------------------------------------------------------------------------------------
 
 
-def first_failure(subject: Subject, lifetime: Lifetime, slab_nbytes: int, seed: int) -> float:
+def first_failure(create: Callable[[int, int], Policy], lifetime: Lifetime, slab_nbytes: int, seed: int) -> float:
     """Returns how full a slab gets in a trace, which is replayed until a slot finds no place."""
-    policy = subject.create(_FIRST, slab_nbytes // BLOCK_NBYTES)
+    policy = create(_FIRST, slab_nbytes // BLOCK_NBYTES)
     places: dict[int, tuple[int, int, int]] = {}
     live_nbytes = 0
     for number, arrival in enumerate(trace(lifetime, slab_nbytes, seed)):
@@ -105,13 +101,13 @@ def first_failure(subject: Subject, lifetime: Lifetime, slab_nbytes: int, seed: 
 
 
 class Timed:
-    """A subject with so many live slots."""
+    """The allocator with so many live slots."""
 
-    def __init__(self, subject: Subject, live: int) -> None:
+    def __init__(self, live: int) -> None:
         self._chance = random.Random(f"speed/{live}")
         # Room for the largest beside what is live on average, or ten slots may not fit.
         length = int(_SLACK * live * slot_blocks(int(mean_nbytes()))) + 8 * slot_blocks(LARGEST_NBYTES)
-        self._policy = subject.create(_FIRST, length)
+        self._policy = RunAllocator(_FIRST, length)
         places = [self._place() for _ in range(live)]
         # No tuples: one that is taken out of thousands is in no cache, which would be counted as the policy's time.
         self._starts, self._lengths = (array.array("Q", numbers) for numbers in zip(*places, strict=True))

@@ -11,18 +11,17 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-import click
-
-from bench import columns, command_line
+from bench import columns
 from bench.columns import Column, compare
-from bench.command_line import DIRECTORY
+from bench.command_line import NotMeasured, benchmark, environment_of
 from bench.fan_out.measuring import Cell, Run
 from bench.fan_out.ways import ARENA, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, WAYS
-from bench.machine import ROOT
+from bench.plan import Plan, Runs, Timing
 from bench.programs import Program
-from bench.repetitions import Measured, Repetitions, Timing, median
-from bench.results import Coverage, Findings, Status, format_nbytes, format_rate
+from bench.repetitions import Measured, median
+from bench.results import Status, Table, format_nbytes, format_rate
 from bench.targets import Numbers, Target, medians, ratios
 
 _CELL_LIMIT_S = 150.0  # which ends it all: an engine gives its workers a minute
@@ -34,13 +33,15 @@ WORKERS = (1, 2, 4, 8)
 CENTRAL = 4  # workers, of which most targets speak
 
 
-#: Workers, and bytes of a message.
-Case = tuple[int, int]
+class Case(NamedTuple):
+    """Workers, and bytes of a message."""
 
+    workers: int
+    nbytes: int
 
-def title(case: Case) -> str:
-    workers, nbytes = case
-    return f"{format_nbytes(nbytes)} to {workers} worker{'s' * (workers > 1)}"
+    @property
+    def title(self) -> str:
+        return f"{format_nbytes(self.nbytes)} to {self.workers} worker{'s' * (self.workers > 1)}"
 
 
 def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
@@ -59,12 +60,12 @@ def planned(subject: str, workers: int, nbytes: int, seconds: float) -> Cell:
 # -- targets -------------------------------------------------------------------------------------------------------------
 
 _QUEUE = TITLES[MESSAGE_QUEUE]
-_CASE = (CENTRAL, SMALL)  # of most targets about times
+_CASE = Case(CENTRAL, SMALL)  # of most targets about times
 
 
 def _to(nbytes: int, *workers: int) -> dict[str, Case]:
     """Cases by their numbers of workers; all of them, if none are said."""
-    return {str(count): (count, nbytes) for count in workers or WORKERS}
+    return {str(count): Case(count, nbytes) for count in workers or WORKERS}
 
 
 def _speed(at: str, limit: float, cases: Mapping[str, Case], theirs: str = MESSAGE_QUEUE) -> Target:
@@ -73,11 +74,11 @@ def _speed(at: str, limit: float, cases: Mapping[str, Case], theirs: str = MESSA
 
 def _sooner(what: str, limit: float, ours: str, theirs: str, number: str) -> Target:
     numbers = ratios(ours, theirs, number, {TITLES[ours]: _CASE})
-    return Target(f"{what} of {TITLES[theirs]}", title(_CASE), limit, "x", numbers, at_least=False)
+    return Target(f"{what} of {TITLES[theirs]}", _CASE.title, limit, "x", numbers, at_least=False)
 
 
 def _alone(what: str, limit: float, unit: str, number: str) -> Target:
-    return Target(what, title(_CASE), limit, unit, medians(OURS, number, {TITLES[OURS]: _CASE}), at_least=False)
+    return Target(what, _CASE.title, limit, unit, medians(OURS, number, {TITLES[OURS]: _CASE}), at_least=False)
 
 
 def _steady(measured: Measured) -> Numbers:
@@ -86,7 +87,7 @@ def _steady(measured: Measured) -> Numbers:
         yield name, times and max(times, 1 / times)
 
 
-_EVERY = {f"{format_nbytes(nbytes)} to {count}": (count, nbytes) for nbytes in (SMALL, MIDDLE, LARGE) for count in WORKERS}
+_EVERY = {f"{format_nbytes(nbytes)} to {count}": Case(count, nbytes) for nbytes in SIZES for count in WORKERS}
 
 #: In the order of the table.
 TARGETS = (
@@ -98,7 +99,7 @@ TARGETS = (
     _speed("64 MB, 4 workers", 2, _to(LARGE, 4), ARENA),
     Target(
         f"messages/s in place, 4 KB to 64 MB, of {_QUEUE} at 1 MB", "any workers", 10, "x",
-        ratios(IN_PLACE, MESSAGE_QUEUE, "per_s", _EVERY, {name: (count, MIDDLE) for name, (count, _) in _EVERY.items()}),
+        ratios(IN_PLACE, MESSAGE_QUEUE, "per_s", _EVERY, {name: Case(count, MIDDLE) for name, (count, _) in _EVERY.items()}),
     ),
     Target("messages/s in place, 4 KB and 64 MB, of the other", "any workers", 1.5, "x", _steady, at_least=False),
     _sooner("p50 to the last worker, asleep,", 0.8, OURS, MESSAGE_QUEUE, "last_us"),
@@ -129,22 +130,27 @@ _COLUMNS = (
 )
 
 
-def report(measured: Measured, coverage: Coverage) -> Findings:
-    notes = [
+def _tables(measured: Measured) -> list[Table]:
+    return [compare("a message to each of several workers", ("case", "peer"), measured, _COLUMNS, TITLES)]
+
+
+PLAN = Plan(
+    mode="fan-out",
+    cases={  # the arena takes what no chunk of the queue holds
+        Case(workers, nbytes): [subject for subject in WAYS if subject != ARENA or nbytes == LARGE]
+        for nbytes in SIZES
+        for workers in WORKERS
+    },
+    timing=Timing(6, 0.3),
+    titles=TITLES,
+    tables=_tables,
+    targets=TARGETS,
+    notes=[
         "One message every 2 ms: the time until the last worker has it, and its CPU.",
         "Gathers follow each other at once.",
         "Awake, idle: CPU of all workers in the second after a message, and without messages, of one core.",
-    ]
-    return Findings(
-        mode="fan-out",
-        tables=[compare("a message to each of several workers", ("case", "peer"), measured, _COLUMNS, TITLES, title)],
-        notes=notes,
-        targets=[target.judge(measured) for target in TARGETS],
-        coverage=coverage,
-    )
-
-
-# -- the command -----------------------------------------------------------------------------------------------------------
+    ],
+)
 
 
 def host(python: str | Path) -> Program:
@@ -153,21 +159,18 @@ def host(python: str | Path) -> Program:
     return Program([str(python), "-m", "bench.fan_out.host"], environment, _CELL_LIMIT_S)
 
 
-@command_line.benchmark("fan-out", Timing(6, 0.3))
-@click.option("--environment", default=ROOT / ".venv-vllm", type=DIRECTORY, help="Which has vLLM; see `make test-vllm`.")
-def fan_out_command(timing: Timing, environment: Path) -> Findings:
+@benchmark(PLAN)
+def fan_out_command(runs: Runs) -> None:
     """Messages to workers: how many a second, when the last worker has one, and what they cost."""
-    cases = [(number, nbytes) for nbytes in SIZES for number in WORKERS]
-    # The arena takes what no chunk of the queue holds.
-    of_cases = {case: [subject for subject in WAYS if subject != ARENA or case[1] == LARGE] for case in cases}
-    runs = Repetitions[Case, Run](of_cases, timing.repetitions, title)
-    if (lacking := command_line.missing_program(environment, "vllm", "vLLM")) is not None:
-        runs.fail(cases, [subject for subject, way in WAYS.items() if way.of_vllm], lacking, Status.EXCLUDED)
-    with host(sys.executable) as own, host(environment / "bin" / "python") as of_vllm:
+    python = Path(sys.executable)
+    try:
+        python = environment_of("vllm", "vLLM") / "bin" / "python"
+    except NotMeasured as error:
+        runs.fail(runs.cases, [subject for subject, way in WAYS.items() if way.of_vllm], str(error), Status.EXCLUDED)
+    with host(sys.executable) as own, host(python) as of_vllm:
 
         def play(case: Case, subject: str) -> Run:
             its_host = of_vllm if WAYS[subject].of_vllm else own
-            return its_host.order(planned(subject, *case, timing.timed_s), Run)
+            return its_host.order(planned(subject, *case, runs.plan.timing.timed_s), Run)
 
-        runs.measure(cases, play, TITLES)
-    return report(runs.measured, runs.coverage())
+        runs.measure(play)

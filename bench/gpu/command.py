@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import dataclasses
-import functools
+import itertools
+import os
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 import click
+import torch
+import uvloop
 
-from bench import columns, command_line, targets
+from bench import columns, targets
 from bench.children import BenchError
 from bench.columns import Column, compare
+from bench.command_line import benchmark
 from bench.gpu import copies, device, handovers
 from bench.gpu.copies import CEILING, CLONED, PINNED_SLOT, TO, WAYS
-from bench.gpu.handovers import DEVICE_SLAB, ROUTES
-from bench.gpu.processes import Numbers, Process
-from bench.repetitions import Measured, Number, Repetitions, Timing, percentile
-from bench.results import Coverage, Findings, format_nbytes
+from bench.gpu.device import Gpu, Numbers, Openers, enter_all
+from bench.gpu.handovers import DEVICE_SLAB, ROUTES, Engine
+from bench.plan import Plan, Runs, Timing
+from bench.repetitions import Measured, Number, percentile
+from bench.results import Table, format_nbytes
 from bench.targets import Target, medians, ratios
 
-TIMING = Timing(5, 0.1)
+_LATENCIES, _MESSAGES = 50, 50  # in each repetition: requests brought one by one, and hand-overs
 _KB, _MB = 1 << 10, 1 << 20
 
 #: Of ways and routes.
 TITLES = {name: compared.title for name, compared in (WAYS | ROUTES).items()}
-
-
-class Results(NamedTuple):
-    """A run: the GPU, its plan, and the numbers of ways and of routes, by size."""
-
-    gpu: str
-    plan: Plan
-    ways: Measured
-    routes: Measured
-    coverage: Coverage
 
 
 def _all(name: str) -> Callable[[Numbers], Sequence[float]]:
@@ -71,35 +65,15 @@ _BETWEEN = (
 )
 
 
-def report(results: Results) -> Findings:
+def _tables(measured: Measured) -> Iterator[Table]:
+    def of(names: Collection[str]) -> Measured:
+        found = {size: {name: runs for name, runs in of_size.items() if name in names} for size, of_size in measured.items()}
+        return {size: of_size for size, of_size in found.items() if of_size}
+
     copied = "from host memory to the GPU, every request checked"
+    yield compare(copied, ("size", "from"), of(WAYS), _COPIES, TITLES, format_nbytes)
     between = "from submit in one process until usable on the GPU in the other, every message checked"
-    measured = {size: {**results.ways.get(size, {}), **results.routes.get(size, {})} for size in results.plan.sizes}
-    return Findings(
-        mode="gpu",
-        tables=[
-            compare(copied, ("size", "from"), results.ways, _COPIES, TITLES, format_nbytes),
-            compare(between, ("size", "by"), results.routes, _BETWEEN, TITLES, format_nbytes),
-        ],
-        notes=_notes(results),
-        targets=[target.judge(measured) for target in TARGETS],
-        coverage=results.coverage,
-    )
-
-
-def _notes(results: Results) -> list[str]:
-    return [
-        results.gpu,
-        f"Bandwidth: requests follow each other, up to 64 of them and 256 MB in flight (at least two requests), with "
-        f"{results.plan.timed_s:g} s of copying in each of {results.plan.repetitions} repetitions. Copies are non_blocking.",
-        "Cloned: what vLLM does with a tensor in shared memory, which it may not keep. torch uses all of its threads.",
-        "Usable: the median time from the beginning of a request until its data can be used, with one request at a time. Held: "
-        "how long this keeps the loop busy, the median and the 99th percentile.",
-        "Hand-over: one message at a time. The time begins before it is submitted. It ends when the engine has noticed the end "
-        "of a small kernel that reads it on the engine's stream. The content was written before, on the GPU or in host memory.",
-        "torch CUDA IPC per tensor: the tensor goes through torch.multiprocessing.Queue to a thread of the engine, which uses "
-        "it at once.",
-    ]
+    yield compare(between, ("size", "by"), of(ROUTES), _BETWEEN, TITLES, format_nbytes)
 
 
 # -- targets -------------------------------------------------------------------------------------------------------------
@@ -151,59 +125,64 @@ TARGETS = (
 
 # -- the run -------------------------------------------------------------------------------------------------------------
 
+PLAN = Plan(
+    mode="gpu",
+    cases=dict.fromkeys((64 * _KB, _MB, 8 * _MB, 64 * _MB), (*WAYS, *ROUTES)),
+    timing=Timing(5, 0.1),
+    titles=TITLES,
+    title=format_nbytes,
+    tables=_tables,
+    targets=TARGETS,
+    notes=[
+        "Bandwidth: requests follow each other, up to 64 of them and 256 MB in flight (at least two requests). What is timed "
+        "is copying alone. Copies are non_blocking.",
+        "Cloned: what vLLM does with a tensor in shared memory, which it may not keep. torch uses all of its threads.",
+        "Usable: the median time from the beginning of a request until its data can be used, with one request at a time. Held: "
+        "how long this keeps the loop busy, the median and the 99th percentile.",
+        "Hand-over: one message at a time. The time begins before it is submitted. It ends when the engine has noticed the end "
+        "of a small kernel that reads it on the engine's stream. The content was written before, on the GPU or in host memory.",
+        "torch CUDA IPC per tensor: the tensor goes through torch.multiprocessing.Queue to a thread of the engine, which uses "
+        "it at once.",
+    ],
+)
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to measure.
 
-    Attributes:
-        sizes: of a request's tensor, in bytes.
-        ways, routes: from host memory to the GPU, and between processes.
-        timed_s, latencies, messages: in each repetition: of copying, requests brought one by one, hand-overs.
+def run(runs: Runs, gpu: Gpu) -> None:
+    """Measures: copies in this process, which is then the frontend of an engine for the hand-overs.
+
+    What can't be opened, or fails, is a result: it says why, and the rest goes on.
     """
+    runs.notes.append(gpu.describe())
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # what a clone takes by itself; vLLM leaves it less
+    sizes, planned = list(runs.cases), set(itertools.chain.from_iterable(runs.cases.values()))
+    ways, routes = ([name for name in names if name in planned] for names in (WAYS, ROUTES))
 
-    sizes: Sequence[int] = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
-    ways: Sequence[str] = tuple(WAYS)
-    routes: Sequence[str] = tuple(ROUTES)
-    repetitions: int = TIMING.repetitions
-    timed_s: float = TIMING.timed_s
-    latencies: int = 50
-    messages: int = 50
+    def measure(openers: Openers, one: Callable[..., Awaitable[Numbers]], *amounts: float) -> None:
+        async def measured(nbytes: int, name: str) -> Numbers:
+            return await one(gpu, opened[name], nbytes, *amounts)
 
-
-def run(plan: Plan) -> Results:
-    """Measures what a plan says; raises BenchError if the process that copies did not start."""
-    ways = Repetitions[int, Numbers](dict.fromkeys(plan.sizes, tuple(plan.ways)), plan.repetitions, format_nbytes)
-    routes = Repetitions[int, Numbers](dict.fromkeys(plan.sizes, tuple(plan.routes)), plan.repetitions, format_nbytes)
-
-    def measure(runs: Repetitions[int, Numbers], process: Process, absent: Mapping[str, str], *amounts: float) -> None:
-        """What could not be opened is absent, by name."""
-        for name, reason in absent.items():
-            runs.fail(plan.sizes, [name], reason)
-        runs.measure(plan.sizes, lambda nbytes, name: process.measure(name, nbytes, *amounts), TITLES)
-        with contextlib.suppress(BenchError):  # who hangs now takes nothing with it that was measured
-            process.finish()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            stack = contextlib.AsyncExitStack()
+            opened, absent = runner.run(enter_all(stack, openers))
+            for name, reason in absent.items():
+                runs.fail(sizes, [name], reason)
+            runs.measure(lambda nbytes, name: runner.run(measured(nbytes, name)), subjects=openers)
+            runner.run(stack.aclose())
 
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        click.echo("starting: copies", err=True)
-        copying = functools.partial(copies.openers, directory, plan.sizes, plan.ways)
-        with Process("copies", copying, copies.measure) as process:
-            gpu, absent = process.open()
-            measure(ways, process, absent, plan.timed_s, plan.latencies)
-        click.echo("starting: engine and frontend", err=True)
-        shared = {name: ROUTES[name].create_shared() for name in plan.routes}
-        answering = functools.partial(handovers.openers, "answering", directory, max(plan.sizes), shared)
+        measure(copies.openers(directory, sizes, ways, gpu), copies.measure, runs.plan.timing.timed_s, _LATENCIES)
+        shared = {name: ROUTES[name].create_shared() for name in routes}
+        if not shared:
+            return
         try:
-            with Process("engine", answering) as engine:
-                _, absent = engine.open()
-                answered = {name: value for name, value in shared.items() if name not in absent}
-                asking = functools.partial(handovers.openers, "asking", directory, max(plan.sizes), answered)
-                with Process("frontend", asking, handovers.measure) as frontend:
-                    measure(routes, frontend, frontend.open()[1] | absent, plan.messages)
+            with Engine(directory, max(sizes), shared) as engine:
+                for name, reason in engine.open().items():
+                    runs.fail(sizes, [name], reason)
+                    del shared[name]
+                measure(handovers.openers("asking", directory, max(sizes), shared, gpu), handovers.measure, _MESSAGES)
                 engine.finish()
         except BenchError as error:
-            routes.fail(plan.sizes, plan.routes, f"broken off: {error}")
-    return Results(gpu, plan, ways.measured, routes.measured, ways.coverage() + routes.coverage())
+            runs.fail(sizes, routes, f"broken off: {error}")
 
 
 class _NoGpu(click.ClickException):
@@ -212,12 +191,12 @@ class _NoGpu(click.ClickException):
     exit_code = 2
 
 
-@command_line.benchmark("gpu", TIMING)
-def gpu_command(timing: Timing) -> Findings:
+@benchmark(PLAN)
+def gpu_command(runs: Runs) -> None:
     """From a slot to the GPU: bandwidth, how long the loop is held up, and hand-overs between processes.
 
     Ends with 2 where there is no GPU.
     """
     if (reason := device.missing()) is not None:
         raise _NoGpu(reason)
-    return report(run(Plan(repetitions=timing.repetitions, timed_s=timing.timed_s)))
+    run(runs, Gpu())

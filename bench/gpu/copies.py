@@ -28,8 +28,7 @@ import numpy as np
 import torch
 
 import shmring
-from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
-from bench.gpu.processes import Numbers, Openers
+from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, Numbers, Openers, check, marks, pinned_slab, sample
 
 _RING = "bench-copies"
 #: What is in flight together: enough for the copies to follow each other without a gap, and little beside any GPU's memory.

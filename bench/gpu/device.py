@@ -6,13 +6,14 @@ Invariant: nothing here makes a CUDA context before a :class:`Gpu` is made; :fun
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any, TypeAlias
 
 import torch
 
 import shmring
+from bench.children import described
 from bench.stamps import CheckError
 from shmring.gpu.cuda import TorchCuda
 
@@ -27,6 +28,11 @@ DTYPE = torch.int32
 ITEM_NBYTES = DTYPE.itemsize
 _PLACES = 64
 MIN_NBYTES = _PLACES * ITEM_NBYTES
+
+#: What is measured, each for the time of a ``with``, by name.
+Openers: TypeAlias = Mapping[str, Callable[[], AbstractAsyncContextManager[Any]]]
+#: What was measured: numbers, by what they are.
+Numbers: TypeAlias = dict[str, list[float]]
 
 
 class Gpu:
@@ -63,6 +69,21 @@ class Gpu:
         event = _cuda.Event()
         event.record(_cuda.current_stream(self.device))
         event.synchronize()
+
+
+async def enter_all(stack: AsyncExitStack, openers: Openers) -> tuple[dict[str, Any], dict[str, str]]:
+    """Opens things until the stack is left; returns those that could be, and why others could not, by name.
+
+    Each is opened once: pinning half a gigabyte takes longer than copying it.
+    """
+    opened: dict[str, Any] = {}
+    absent: dict[str, str] = {}
+    for name, opener in openers.items():
+        try:
+            opened[name] = await stack.enter_async_context(opener())
+        except Exception as error:  # noqa: BLE001 # of CUDA or the system; it has its place among the results
+            absent[name] = described(error)
+    return opened, absent
 
 
 def missing() -> str | None:

@@ -22,18 +22,23 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing
 
 import shmring
-from bench.children import described
-from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, check, marks, pinned_slab, sample
-from bench.gpu.processes import SPAWN, Numbers, Openers
+from bench.children import Child, Children, Parent, described
+from bench.gpu.device import DTYPE, ITEM_NBYTES, Gpu, Numbers, Openers, check, enter_all, marks, pinned_slab, sample
 
 _torch_multiprocessing: Any = torch.multiprocessing  # it is not annotated
 
+SPAWN = get_context("spawn")  # CUDA can't be used in a process that was forked
+
+_OPEN_LIMIT_S = 180.0  # a context, and pinned memory, on a machine that does much else
+_END_LIMIT_S = 30.0  # to unpin and unmap
 _ANSWER_LIMIT_S = 30.0  # a thousand times what the slowest takes
 _STOP_S = 0.2  # between two looks of the engine's thread whether it is to end
 _SLOTS = 3  # that there is room for: the one that is being written, and those whose release is on its way
@@ -198,3 +203,34 @@ async def measure(gpu: Gpu, ask: Ask, nbytes: int, messages: int) -> Numbers:
     """Returns the microseconds of so many hand-overs."""
     times_ns = [await ask(nbytes, next(_numbers)) for _ in range(_WARM_UP + messages)]
     return {"us": [time_ns / 1e3 for time_ns in times_ns[_WARM_UP:]]}
+
+
+class Engine(Children):
+    """The engine, in a process of its own: answers on every route that something is shared for, of tensors up to a size."""
+
+    def __init__(self, directory: str, nbytes: int, shared: Mapping[str, Any]) -> None:
+        super().__init__("GPU")
+        self.children.append(Child(SPAWN, "engine", "gpu", functools.partial(_answer, directory, nbytes, dict(shared))))
+
+    def open(self) -> dict[str, str]:
+        """Waits until it has opened everything; returns what could not be opened, and why, by name."""
+        self.start()
+        absent: dict[str, str] = self._told(SimpleNamespace(limit_s=None), _OPEN_LIMIT_S, "opening")
+        return absent
+
+    def finish(self) -> None:
+        self._told(None, _END_LIMIT_S, "closing")
+
+    def _told(self, message: object, limit_s: float, what: str) -> Any:
+        with self._playing(limit_s) as deadline:
+            self._tell(self.children, message, what)
+            (answer,) = self._hear(self.children, deadline, what)
+        return answer
+
+
+async def _answer(directory: str, nbytes: int, shared: Mapping[str, Any], parent: Parent, _: object) -> None:
+    """In the engine's process."""
+    async with contextlib.AsyncExitStack() as stack:
+        _, absent = await enter_all(stack, openers("answering", directory, nbytes, shared, Gpu()))
+        parent.tell(absent)
+        await parent.hear()

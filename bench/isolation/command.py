@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -29,12 +29,13 @@ from urllib.parse import urlsplit
 from bench import columns
 from bench.children import BenchError
 from bench.columns import Column, Row, compare
-from bench.command_line import benchmark, repeatable
+from bench.command_line import benchmark
 from bench.isolation import chats
-from bench.isolation.attacks import EMBEDDING_ATTACKS, EMBEDDINGS, MODEL, Attack
+from bench.isolation.attacks import CHATS, EMBEDDING_ATTACKS, EMBEDDINGS, MODEL, Attack
 from bench.isolation.chats import CHAT_ATTACKS
-from bench.repetitions import Measured, Repetitions, Timing, percentile
-from bench.results import Coverage, Findings, Verdict, format_nbytes
+from bench.plan import Plan, Runs, Timing
+from bench.repetitions import Measured, percentile
+from bench.results import Table, Verdict, format_nbytes
 from bench.serving.plan import NOTHING_KEPT
 from bench.serving.run import serving
 from bench.targets import Target
@@ -124,78 +125,80 @@ _COLUMNS = (
 )
 
 
-def report(measured: Measured, bodies: Mapping[str, int], coverage: Coverage, timing: Timing) -> Findings:
-    """Returns what a run has found; ``bodies`` are the bytes of what is sent in each case."""
-
-    def title(case: str) -> str:
-        return f"{case}: {format_nbytes(bodies[case])}"
-
-    return Findings(
-        mode="isolation",
-        tables=[compare("isolation: how long a small request takes", ("heavy caller", ""), measured, _COLUMNS, None, title)],
-        notes=[
-            f"{timing.repetitions} repetitions of {timing.timed_s:g} s each; one frontend; embeddings of executor "
-            f"fingerprints, model {MODEL}; chats of 4 tokens of executor transformers, model {chats.MODEL}. The neutral load "
-            "is two processes that compute. They are no part of the server. The heavy caller has a key of its own."
-        ],
-        targets=list(_verdicts(measured, bodies)),
-        coverage=coverage,
-    )
+@functools.cache
+def _body(case: str) -> bytes:
+    return ATTACKS[case].body()
 
 
-def _verdicts(measured: Measured, bodies: Mapping[str, int]) -> Iterator[Verdict]:
+def _title(case: str) -> str:
+    return f"{case}: {format_nbytes(len(_body(case)))}"
+
+
+def _tables(measured: Measured) -> list[Table]:
+    what = "isolation: how long a small request takes"
+    return [compare(what, ("heavy caller", ""), measured, _COLUMNS, case_title=_title)]
+
+
+def _verdicts(measured: Measured) -> Iterator[Verdict]:
     """What is allowed depends on what was seen beside the neutral load."""
 
     def judged(what: str, at: str, cases: Sequence[str], percent: float, least_ms: float, times: float) -> Verdict:
         neutral = [ms for ms in _waits(measured, cases, _NEUTRAL, percent).values() if ms is not None]
-        step_ms = 0.0 if _is_embedded(cases[0]) else _STEP_MS
+        step_ms = 0.0 if ATTACKS[cases[0]].path == EMBEDDINGS else _STEP_MS
         limit_ms = max([least_ms, *(max(times * ms, ms + step_ms) for ms in neutral)])
         heavy = functools.partial(_waits, cases=cases, subject=_HEAVY, percent=percent)
         return Target(what, at, limit_ms, "ms", lambda runs: heavy(runs).items(), at_least=False).judge(measured)
 
     for case in measured:
-        least_ms = _LEAST_MS if bodies[case] <= _LARGE_NBYTES else _LEAST_LARGE_MS
+        least_ms = _LEAST_MS if len(_body(case)) <= _LARGE_NBYTES else _LEAST_LARGE_MS
         yield judged(f"p99 of small requests beside: {case}", "one frontend", [case], 99, least_ms, _TIMES)
     for what, longest_ms, is_embedded in (("embedding", _LONGEST_MS, True), ("chat", 2 * _LONGEST_MS, False)):
-        cases = [case for case in measured if _is_embedded(case) is is_embedded]
-        if cases:
+        if cases := [case for case in measured if (ATTACKS[case].path == EMBEDDINGS) is is_embedded]:
             yield judged(f"longest wait of a small {what}", "beside all of them", cases, 100, longest_ms, 1.0)
 
 
-def _is_embedded(case: str) -> bool:
-    return case not in ATTACKS or ATTACKS[case].path == EMBEDDINGS
+PLAN = Plan(
+    mode="isolation",
+    cases=dict.fromkeys(ATTACKS, (_NEUTRAL, _HEAVY)),
+    timing=Timing(2, 1.5),
+    tables=_tables,
+    targets=_verdicts,
+    notes=[
+        f"One frontend; embeddings of executor fingerprints, model {MODEL}; chats of 4 tokens of executor transformers, model "
+        f"{chats.MODEL}. The neutral load is two processes that compute. They are no part of the server. The heavy caller has "
+        "a key of its own."
+    ],
+)
 
 
-@benchmark("isolation", Timing(2, 1.5))
-@repeatable("--case", "cases", ATTACKS, "Who is heavy")
-def isolation_command(timing: Timing, cases: tuple[str, ...]) -> Findings:
+@benchmark(PLAN)
+def isolation_command(runs: Runs) -> None:
     """How long small requests wait while another caller is heavy, beside a neutral load; in about five minutes."""
-    runs = Repetitions[str, Waits](dict.fromkeys(cases or ATTACKS, (_NEUTRAL, _HEAVY)), timing.repetitions)
+    seconds = runs.plan.timing.timed_s
     with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
-        model = Path(directory, "model")
-        kinds = list(dict.fromkeys(map(_is_embedded, runs.subjects)))
-        if False in kinds:
+        model, body = Path(directory, "model"), Path(directory, "body")
+        kinds = list(dict.fromkeys(ATTACKS[case].small_path for case in runs.cases))
+        if CHATS in kinds:
             chats.write_model(model)
-        with serving(*(_server(model, is_embedded=is_embedded) for is_embedded in kinds)) as running:
+        with serving(*(_server(model, kind) for kind in kinds)) as running:
             addresses = {kind: urlsplit(server.url).netloc for kind, server in zip(kinds, running, strict=True)}
-            paths = {case: Path(directory, str(number)) for number, case in enumerate(runs.subjects)}
-            bodies = {case: path.write_bytes(ATTACKS[case].body()) for case, path in paths.items()}
-            for case in runs.subjects:
-                _ask(addresses[_is_embedded(case)], ATTACKS[case], _WARM_UP_S / len(bodies))
+            for case in runs.cases:
+                _ask(addresses[ATTACKS[case].small_path], ATTACKS[case], _WARM_UP_S / len(runs.cases))
 
             def once(case: str, subject: str) -> Waits:
-                address, attack = addresses[_is_embedded(case)], ATTACKS[case]
+                attack = ATTACKS[case]
+                address = addresses[attack.small_path]
                 if subject == _NEUTRAL:
-                    return _beside_neutral(address, attack, timing.timed_s)
-                return _beside_heavy(address, attack, paths[case], timing.timed_s)
+                    return _beside_neutral(address, attack, seconds)
+                body.write_bytes(_body(case))
+                return _beside_heavy(address, attack, body, seconds)
 
-            runs.measure(list(runs.subjects), once)
-    return report(runs.measured, bodies, runs.coverage(), timing)
+            runs.measure(once)
 
 
-def _server(model: Path, *, is_embedded: bool) -> tuple[str, ...]:
-    keys = (f"--api-key={_SMALL_KEY}", f"--api-key={_HEAVY_KEY}")
-    if is_embedded:
-        return ("--executor=fingerprints", "--api-server-count=1", "--slab-nbytes=512MiB", NOTHING_KEPT, *keys)
-    named = (f"--model={model}", f"--served-model-name={chats.MODEL}")
-    return ("--executor=transformers", *named, "--api-server-count=1", "--slab-nbytes=64MiB", "--name=bench-chats", *keys)
+def _server(model: Path, kind: str) -> tuple[str, ...]:
+    keys = (f"--api-key={_SMALL_KEY}", f"--api-key={_HEAVY_KEY}", "--api-server-count=1")
+    if kind == EMBEDDINGS:
+        return ("--executor=fingerprints", "--slab-nbytes=512MiB", NOTHING_KEPT, *keys)
+    named = (f"--model={model}", f"--served-model-name={chats.MODEL}", "--name=bench-chats")
+    return ("--executor=transformers", *named, "--slab-nbytes=64MiB", *keys)

@@ -1,1 +1,1 @@
-"""``bench ray``: requests in a Ray cluster of two nodes, beside calls of an actor with a tensor; and Ray Serve."""
+"""``bench ray``: requests in a Ray cluster of two nodes, beside calls of an actor with a tensor."""

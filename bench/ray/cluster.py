@@ -16,10 +16,10 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import psutil
 
 from bench.meter import cpu_s_of
 from bench.programs import orders
@@ -117,19 +117,12 @@ class Caller:
             return 1.0
 
 
-def family(pid: int) -> set[int]:
-    """Returns a process and all that it, and those, have started."""
-    import psutil
-
-    root = psutil.Process(pid)
-    return {process.pid for process in (root, *root.children(recursive=True))}
-
-
 def family_of(cluster: Any) -> set[int]:
-    """Returns likewise all processes of a cluster."""
+    """Returns all processes of a cluster."""
     nodes = (cluster.head_node, *cluster.worker_nodes)
     started = [each.process.pid for node in nodes for processes in node.all_processes.values() for each in processes]
-    return set().union(*map(family, started))
+    roots = map(psutil.Process, started)
+    return {process.pid for root in roots for process in (root, *root.children(recursive=True))}
 
 
 class Nodes:
@@ -178,9 +171,8 @@ class Nodes:
         self._cluster.shutdown()
 
 
-@contextlib.contextmanager
-def settled(**variables: str) -> Iterator[None]:
-    """Has Ray's files in a directory of their own, and nobody else in its cluster; further variables are for Ray, too."""
+def main() -> None:
+    """Has Ray's files in a directory of their own, and nobody else in its cluster."""
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory:  # short: sockets are made below it
         os.mkdir(f"{directory}/ray")
         os.environ.update(
@@ -189,15 +181,10 @@ def settled(**variables: str) -> Iterator[None]:
             RAY_memory_monitor_refresh_ms="0",
             RAY_AUTH_MODE="token",
             RAY_AUTH_TOKEN=secrets.token_hex(32),
-            **variables,
         )
-        yield
-
-
-def main() -> None:
-    with settled(), contextlib.closing(Nodes()) as nodes:
-        for order, answer in orders(Order):
-            answer(nodes.carry_out(order))
+        with contextlib.closing(Nodes()) as nodes:
+            for order, answer in orders(Order):
+                answer(nodes.carry_out(order))
 
 
 if __name__ == "__main__":

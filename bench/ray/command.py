@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from bench import columns, command_line
+from bench import columns
 from bench.columns import compare
+from bench.command_line import benchmark, environment_of, versions
+from bench.plan import Plan, Runs, Timing
 from bench.programs import Program
-from bench.ray import cluster, serving
+from bench.ray import cluster
 from bench.ray.cluster import STORE_NBYTES
-from bench.repetitions import Measured, Repetitions, Timing
-from bench.results import Coverage, Findings, format_nbytes
+from bench.repetitions import Measured
+from bench.results import Table, format_nbytes
 from bench.targets import Target, medians, ratios
 
 _COPY, _IN_PLACE, _NUMPY, _TORCH, _CONNECTING = "shmring", "in place", "numpy", "torch", "connecting"
@@ -27,7 +28,6 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 _SIZES: tuple[int, ...] = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
 _WINDOW, _MOST_NBYTES = 16, 192 << 20  # in flight; pickled tensors are copied several times
 _ORDER_LIMIT_S = 120.0  # ten times what the slowest one takes
-_REQUESTS: Mapping[tuple[str, int], int] = {("text", 1): 400, ("text", 16): 600, ("picture", 1): 80, ("picture", 16): 120}
 
 
 class Case(NamedTuple):
@@ -42,29 +42,11 @@ class Case(NamedTuple):
         return f"{format_nbytes(self.nbytes)}, {self.window} in flight" if self.nbytes else f"from the {self.place} node"
 
 
-class Question(NamedTuple):
-    """HTTP requests with a ``text`` or a ``picture``, so many in flight."""
-
-    carried: str
-    window: int
-
-    @property
-    def title(self) -> str:
-        return f"a {self.carried}, {self.window} in flight"
-
-
-def _title(case: Case | Question) -> str:
-    if isinstance(case, Question):
-        return case.title
-    return f"{case.place} node, {case.title}"
-
-
 _WINDOWS = {nbytes: (1, min(_WINDOW, _MOST_NBYTES // nbytes)) for nbytes in _SIZES}
 #: What is measured in each case.
-CASES: Mapping[Case | Question, tuple[str, ...]] = {
+CASES: Mapping[Case, tuple[str, ...]] = {
     **{Case(place, nbytes, window): WAYS[place] for place in WAYS for nbytes in _SIZES for window in _WINDOWS[nbytes]},
     **{Case(place, 0): (_CONNECTING,) for place in WAYS},
-    **{Question(*question): (serving.ON_RAY, serving.ALONE) for question in _REQUESTS},
 }
 
 
@@ -80,13 +62,6 @@ def _beside(
     cases = {case.title: case for nbytes in _SIZES[sizes] for case in CASES if case[:2] == (place, nbytes)}
     at = " to ".join(format_nbytes(nbytes) for nbytes in dict.fromkeys((_SIZES[sizes][0], _SIZES[sizes][-1])))
     return Target(what, at, limit, "x", ratios(ours, theirs, number, cases), at_least=at_least)
-
-
-def _serving(carried: str, limit: float) -> Target:
-    questions = {question.title: question for question in CASES if question[0] == carried}
-    what = f"Ray Serve, direct ingress, a {carried}: CPU that a request adds, of that of shmring serve"
-    numbers = ratios(serving.ON_RAY, serving.ALONE, "added_ms", questions)
-    return Target(what, "1 and 16 in flight", limit, "x", numbers, at_least=False)
 
 
 TARGETS = (
@@ -106,8 +81,6 @@ TARGETS = (
         "Ray, connecting", "either node", 50, "ms",
         medians(_CONNECTING, _connect_ms, {f"{place} node": Case(place, 0) for place in WAYS}), at_least=False,
     ),
-    _serving("text", 1.5),
-    _serving("picture", 1.2),
 )  # fmt: skip
 
 _COLUMNS = (
@@ -118,28 +91,28 @@ _COLUMNS = (
     columns.ratio("its CPU", _COPY, "cpu_ms"),
     columns.ratio("in place is", _IN_PLACE, "per_s"),
 )
-_SERVING_COLUMNS = (
-    columns.median("requests/s", "per_s", 1),
-    columns.median("CPU ms", "cpu_ms", 2),
-    columns.median("of it added", "added_ms", 2),
-    columns.ratio("its CPU", serving.ON_RAY, "cpu_ms", serving.ALONE),
-    columns.ratio("added", serving.ON_RAY, "added_ms", serving.ALONE),
-)
 
 
-def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
+def _tables(measured: Measured) -> Iterator[Table]:
     def of(place: str, *, connecting: bool = False) -> Measured:
-        return {case: runs for case, runs in measured.items() if case[0] == place and bool(case[1]) is not connecting}
+        return {case: runs for case, runs in measured.items() if case.place == place and bool(case.nbytes) is not connecting}
 
-    tables = [
-        compare(f"Requests of the {place} node", ("tensor", "way"), cases, _COLUMNS) for place in WAYS if (cases := of(place))
-    ]
+    for place in WAYS:
+        if cases := of(place):
+            yield compare(f"Requests of the {place} node", ("tensor", "way"), cases, _COLUMNS)
     if cases := {case: runs for place in WAYS for case, runs in of(place, connecting=True).items()}:
         shown = columns.median("ms", _connect_ms, 1), columns.median("CPU ms", "cpu_ms", 1)
-        tables.append(compare("Connecting", ("caller", "way"), cases, shown))
-    if questions := {case: runs for case, runs in measured.items() if isinstance(case, Question)}:
-        tables.append(compare("HTTP", ("request", "server"), questions, _SERVING_COLUMNS))
-    notes = [
+        yield compare("Connecting", ("caller", "way"), cases, shown)
+
+
+PLAN = Plan(
+    mode="ray",
+    cases=CASES,
+    timing=Timing(7, 0.4, 0.05),
+    tables=_tables,
+    targets=TARGETS,
+    title=lambda case: f"{case.place} node, {case.title}",
+    notes=[
         f"A Ray cluster of two nodes on this machine, with object stores of {format_nbytes(STORE_NBYTES)}. An engine and a "
         "plain async actor run on one of them. A caller on each node asks both, with the same tensor. shmring: a tensor of the "
         "caller's, copied once. in place: a slot of the slab, of which one number is written. numpy, torch: the actor is "
@@ -147,34 +120,20 @@ def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
         "caller with RAY_ENABLE_ZERO_COPY_TORCH_TENSORS=1. Handler and actor read one number, and answer with it.",
         "All of it runs at the same time. CPU is that of all processes of the cluster, for each request: raylets, the head's, "
         "and all workers.",
-        "HTTP: embeddings of a short text, or of a JPEG of 451 by 300 that is prepared anew for each request. The frontend on "
-        "Ray Serve, asked directly (RAY_SERVE_ENABLE_DIRECT_INGRESS=1, RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD=0), in a "
-        "cluster of one node, beside shmring serve with one frontend. Added: without what the same processes take when nobody "
-        "asks anything, measured in the second before. A cluster takes that whatever runs in it.",
-        versions,
-    ]
-    verdicts = [target.judge(measured) for target in TARGETS]
-    return Findings(mode="ray", tables=tables, notes=notes, targets=verdicts, coverage=coverage)
+    ],
+)
 
 
-@command_line.benchmark("ray", Timing(7, 0.4, 0.05))
-@command_line.environment_option("ray", "Ray")
-def ray_command(timing: Timing, environment: Path) -> Findings:
+@benchmark(PLAN)
+def ray_command(runs: Runs) -> None:
     """Engines in a Ray cluster, beside calls of an actor with a tensor."""
-    runs = Repetitions[Case | Question, cluster.Measurement](CASES, timing.repetitions, _title)
-    python = str(environment / "bin" / "python")
-    tensors, questions = (
-        Program([python, "-m", program.__name__], os.environ, _ORDER_LIMIT_S) for program in (cluster, serving)
-    )
+    environment, timing = environment_of("ray", "Ray"), runs.plan.timing
+    command = [str(environment / "bin" / "python"), "-m", cluster.__name__]
+    with Program(command, os.environ, _ORDER_LIMIT_S) as nodes:
 
-    def measure(case: Case | Question, way: str) -> cluster.Measurement:
-        if isinstance(case, Question):
-            order = serving.Order(way, case.carried == "picture", case.window, _REQUESTS[case])
-            return questions.order(order, serving.Measurement)
-        calls = cluster.Order(case.place, way, case.nbytes, case.window, timing.warm_up_s, timing.timed_s)
-        return tensors.order(calls, cluster.Measurement)
+        def measure(case: Case, way: str) -> cluster.Measurement:
+            order = cluster.Order(case.place, way, case.nbytes, case.window, timing.warm_up_s, timing.timed_s)
+            return nodes.order(order, cluster.Measurement)
 
-    for kind, program in ((Case, tensors), (Question, questions)):  # one after the other: an idle cluster computes, too
-        with program:
-            runs.measure([case for case in CASES if isinstance(case, kind)], measure)
-    return report(runs.measured, runs.coverage(), command_line.versions(environment, "ray", "torch", "numpy"))
+        runs.measure(measure)
+    runs.notes.append(versions(environment, "ray", "torch", "numpy"))

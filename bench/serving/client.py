@@ -20,7 +20,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench.children import BenchError
 from bench.serving.plan import Endpoint
@@ -31,8 +30,6 @@ _JSON = {"content-type": "application/json"}
 _KEEP_ALIVE_S = 2.0  # uvicorn closes what was idle for 5 s; a request sent at that very moment would fail
 _SHOWN = 200  # characters of an error
 _GET_TIMEOUT_S = 10.0  # it takes milliseconds
-_COUNTERS = ("slab_bytes", "copied_bytes", "media_decoded")
-_METRICS_PERIOD_S = 1.5  # frontends bring their counters up to date every second
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,20 +96,6 @@ class Client:
 
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
-
-    async def counters(self) -> dict[str, int]:
-        """Returns what the frontends of an idle server of ours have counted, ever, by what: ``slab_bytes`` and others."""
-        counted: dict[str, int] | None = None
-        while True:
-            families = text_string_to_metric_families((await self.get("/metrics")).decode())
-            latest = dict.fromkeys(_COUNTERS, 0)
-            for sample in (sample for family in families for sample in family.samples):
-                if (name := sample.name.removeprefix("shmring_frontend_").removesuffix("_total")) in latest:
-                    latest[name] += int(sample.value)
-            if latest == counted:
-                return counted
-            counted = latest
-            await asyncio.sleep(_METRICS_PERIOD_S)
 
     async def get(self, path: str) -> bytes:
         """Returns what it answers at a path; raises BenchError if it does not, or with an error."""

@@ -1,7 +1,7 @@
 """One run: servers, loads on them in turn, and what they have shown.
 
 All servers run all the time, of which those that are not asked sleep, and get the same load one after the other, again and
-again (:mod:`bench.repetitions`). Requests and media are the same for all, and made before.
+again (:mod:`bench.plan`). Requests and media are the same for all, and made before.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -20,17 +20,15 @@ import msgspec
 from bench.children import BenchError
 from bench.command_line import until_terminated
 from bench.meter import cpu_s_of
-from bench.repetitions import Repetitions
+from bench.plan import Runs
 from bench.serving.client import Client
 from bench.serving.load import Measurement, Requests
 from bench.serving.media import media_parts
-from bench.serving.plan import Load, Server
+from bench.serving.plan import PRESETS, Load, Server
 from shmring.frontend import serve_process
 from shmring.frontend.serve_process import ServerProcess
 
 logger = logging.getLogger("bench.serving")
-
-LOAD = "the load"  # the one case of a run
 
 _MODEL = "bench"
 
@@ -99,17 +97,9 @@ def _started(arguments: Server) -> Iterator[ServerProcess]:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-class Results(NamedTuple):
-    """A run: of the load on each server; a body's size, and what the frontends of each server have counted."""
-
-    runs: Repetitions[str, Measurement]
-    request_nbytes: int
-    counters: dict[str, dict[str, int]]
-
-
-def run(load: Load, servers: Mapping[str, Server], repetitions: int) -> Results:
-    """Loads servers in turn. Whether it returns or raises, no process and no file is left."""
-    runs = Repetitions[str, Measurement]({LOAD: list(servers)}, repetitions, lambda _: load.title)
+def run(runs: Runs, preset: str) -> None:
+    """Loads a preset's servers in turn. Whether it returns or raises, no process and no file is left."""
+    load, servers = PRESETS[preset].load, PRESETS[preset].servers
     click.echo("making media", err=True)
     requests = Requests(load, _MODEL, media_parts(load))
     click.echo(f"starting {len(servers)} servers", err=True)
@@ -118,12 +108,7 @@ def run(load: Load, servers: Mapping[str, Server], repetitions: int) -> Results:
         for name, server in running.items():
             click.echo(f"{name}: warming up", err=True)
             _ask(server, load, requests.warm_up)
-        runs.measure([LOAD], lambda _, name: _measure(requests, running[name]))
-        return Results(
-            runs,
-            request_nbytes=len(requests.body(0)),
-            counters={name: _ask(server, load, Client.counters) for name, server in running.items()},
-        )
+        runs.measure(lambda _, name: _measure(requests, running[name]), [preset])
 
 
 def _measure(requests: Requests, server: ServerProcess) -> Measurement:

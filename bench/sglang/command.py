@@ -9,11 +9,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from bench import columns, command_line
+from bench import columns
 from bench.columns import Column, compare
+from bench.command_line import benchmark, environment_of, versions
+from bench.plan import Plan, Runs, Timing
 from bench.programs import Program
-from bench.repetitions import Measured, Repetitions, Timing
-from bench.results import Coverage, Findings
+from bench.repetitions import Measured
+from bench.results import Table
 from bench.sglang.ends import QUIET_ENVIRONMENT, Measurement, Order
 from bench.targets import Target, ratios
 
@@ -69,21 +71,23 @@ TARGETS = (
 )
 
 
-def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
-    notes = [
+def _tables(measured: Measured) -> list[Table]:
+    return [compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS)]
+
+
+PLAN = Plan(
+    mode="sglang",
+    cases=dict.fromkeys(CASES, tuple(WAYS)),
+    timing=Timing(7),
+    tables=_tables,
+    targets=TARGETS,
+    notes=[
         "SGLang's own code sends tensors from a tokenizer to the ranks of a scheduler. Each rank copies them to memory that "
         "stands for a GPU's. With shmring, the plug-in is loaded as in a server. There is no HTTP, no processor and no model. "
         "The processes of both ways run at the same time. CPU is for each tensor. inline: tensors that were sent in SGLang's "
-        "message.",
-        versions,
-    ]
-    return Findings(
-        mode="sglang",
-        tables=[compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS)],
-        notes=notes,
-        targets=[target.judge(measured) for target in TARGETS],
-        coverage=coverage,
-    )
+        "message."
+    ],
+)
 
 
 # -- the run -------------------------------------------------------------------------------------------------------------
@@ -101,17 +105,16 @@ def _ends(way: str, ranks: int, environment: Path) -> Iterator[Program]:
             yield ends
 
 
-@command_line.benchmark("sglang", Timing(7))
-@command_line.environment_option("sglang", "SGLang")
-def sglang_command(timing: Timing, environment: Path) -> Findings:
+@benchmark(PLAN)
+def sglang_command(runs: Runs) -> None:
     """Both ends of SGLang, its tensors by its own way and through shmring."""
-    runs = Repetitions[Case, Measurement](dict.fromkeys(CASES, tuple(WAYS)), timing.repetitions)
-    for ranks in dict.fromkeys(case.ranks for case in CASES):
+    environment = environment_of("sglang", "SGLang")
+    for ranks in dict.fromkeys(case.ranks for case in runs.cases):
         with contextlib.ExitStack() as stack:
             ends = {way: stack.enter_context(_ends(way, ranks, environment)) for way in WAYS}
 
             def measure(case: Case, way: str, ends: Mapping[str, Program] = ends) -> Measurement:
                 return ends[way].order(Order(case.nbytes, _COUNTS[case.nbytes]), Measurement)
 
-            runs.measure([case for case in CASES if case.ranks == ranks], measure)
-    return report(runs.measured, runs.coverage(), command_line.versions(environment, "sglang", "torch"))
+            runs.measure(measure, [case for case in runs.cases if case.ranks == ranks])
+    runs.notes.append(versions(environment, "sglang", "torch"))

@@ -13,21 +13,22 @@ from typing import Any
 
 import click
 
-from bench import columns, command_line
+from bench import columns
 from bench.columns import Column, compare
-from bench.repetitions import Measured, Number, Repetitions, Timing, percentile, ratio
-from bench.results import Coverage, Findings
+from bench.command_line import benchmark, environment_of, versions
+from bench.plan import Plan, Runs, Timing
+from bench.repetitions import Measured, Number, percentile, ratio
+from bench.results import Table
 from bench.servers import wait_until_it_answers
 from bench.targets import Numbers, Target, ratios
 from bench.vllm import load, workers
-from bench.vllm.load import LARGE, PARALLEL, WAYS, Case, Fleet, Measurement, Way, cpu_of, fleets
+from bench.vllm.load import LARGE, PARALLEL, WAYS, Case, Fleet, Way, cpu_of, fleets
 from bench.vllm.server import Server, serve
 
 _OURS = "shmring"
 _STARTS = 2  # of each server: of two that do the same, one may be some hundredths faster for as long as it lives
 
 _SPEED = "requests_per_s"
-_OF_WORKERS = Timing(7)
 
 
 _COLUMNS = (
@@ -43,23 +44,9 @@ _COLUMNS = (
 )
 
 
-def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
-    tables = [
-        compare(fleet.title, ("requests", "way"), {case: measured[case] for case in cases}, _COLUMNS)
-        for fleet, cases in fleets(list(measured)).items()
-    ]
-    notes = [
-        "Real vLLM on the CPU with a model that computes nearly nothing. There is a server for each way. All run at the same "
-        f"time. They are started {_STARTS} times, each for a part of the repetitions. glibc is told to keep what is freed; "
-        "otherwise luck would decide whether it does.",
-        "jpeg: a picture that the API server's cache has, sent as a file. uuid: only its name is sent. new: a picture that was "
-        "never sent before. engine, API: milliseconds of CPU for each request, of the engine core and of all API servers. lag: "
-        "the time that /health takes during the load, of all repetitions together, because one has too few for a 99th "
-        "percentile. tensors: which way they went in the last repetition.",
-        versions,
-    ]
-    verdicts = [target.judge(measured) for target in TARGETS]
-    return Findings(mode="vllm", tables=tables, notes=notes, targets=verdicts, coverage=coverage)
+def _tables(measured: Measured) -> Iterator[Table]:
+    for fleet, cases in fleets(list(measured)).items():
+        yield compare(fleet.title, ("requests", "way"), {case: measured[case] for case in cases}, _COLUMNS)
 
 
 # -- targets -------------------------------------------------------------------------------------------------------------
@@ -104,36 +91,52 @@ TARGETS = (
 )
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------
+# -- the commands --------------------------------------------------------------------------------------------------------
 
 
-@command_line.benchmark("vllm", Timing(12))
-@click.option("--workers", "with_workers", is_flag=True, help="Instead, 7 times: to two tensor-parallel workers, and back.")
-@command_line.environment_option("vllm", "vLLM")
-def vllm_command(timing: Timing, with_workers: bool, environment: Path) -> Findings:
+PLAN = Plan(
+    mode="vllm",
+    cases={case: case.fleet.ways for case in load.CASES},
+    timing=Timing(12),
+    tables=_tables,
+    targets=TARGETS,
+    title=lambda case: f"{case.fleet.title}: {case.title}",
+    notes=[
+        "Real vLLM on the CPU with a model that computes nearly nothing. There is a server for each way. All run at the same "
+        f"time. They are started {_STARTS} times, each for a part of the repetitions. glibc is told to keep what is freed; "
+        "otherwise luck would decide whether it does.",
+        "jpeg: a picture that the API server's cache has, sent as a file. uuid: only its name is sent. new: a picture that was "
+        "never sent before. engine, API: milliseconds of CPU for each request, of the engine core and of all API servers. lag: "
+        "the time that /health takes during the load, of all repetitions together, because one has too few for a 99th "
+        "percentile. tensors: which way they went in the last repetition.",
+    ],
+)
+
+
+@benchmark(PLAN)
+def vllm_command(runs: Runs) -> None:
     """Real vLLM with its tensors inline, through torch_shm and through shmring."""
-    if with_workers:
-        asked = click.get_current_context().params["repetitions"]
-        return _measure_workers(_OF_WORKERS.asked(asked), environment)
-    runs = Repetitions[Case, Measurement]({case: case.fleet.ways for case in load.CASES}, timing.repetitions, _name)
-    for (fleet, its_cases), part in itertools.product(fleets(load.CASES).items(), runs.parts(_STARTS)):
+    environment = environment_of("vllm", "vLLM")
+    for (fleet, its_cases), part in itertools.product(fleets(list(runs.cases)).items(), runs.parts(_STARTS)):
         start = {way: functools.partial(_server, fleet, WAYS[way], environment) for way in fleet.ways}
         _measure(runs, its_cases, start, functools.partial(load.warm_up, fleet), load.measure, part)
-    return report(runs.measured, runs.coverage(), _versions(environment))
+    runs.notes.append(_versions(environment))
 
 
-def _measure_workers(timing: Timing, environment: Path) -> Findings:
-    runs = Repetitions[workers.Kind, workers.WorkersRun](dict.fromkeys(workers.KINDS, tuple(workers.WAYS)), timing.repetitions)
+@benchmark(workers.PLAN)
+def workers_command(runs: Runs) -> None:
+    """Real vLLM with two tensor-parallel workers: from the engine core to them, and back."""
+    environment = environment_of("vllm", "vLLM")
     start = {
         name: functools.partial(_server, workers.FLEET, way, environment, workers.OPTIONS, in_process=False)
         for name, way in workers.WAYS.items()
     }
-    _measure(runs, workers.KINDS, start, workers.warm_up, workers.measure)
-    return workers.report(runs.measured, runs.coverage(), _versions(environment))
+    _measure(runs, list(runs.cases), start, workers.warm_up, workers.measure)
+    runs.notes.append(_versions(environment))
 
 
 def _measure(
-    runs: Repetitions[Any, Any],
+    runs: Runs,
     cases: Sequence[Any],
     start: Mapping[str, Callable[[], AbstractContextManager[Server]]],
     warm_up: Callable[[Server], object],
@@ -157,7 +160,7 @@ def _measure(
             except Exception as error:  # noqa: BLE001 # it has its place among the results
                 runs.fail(cases, [way], str(error)[-300:])
         for case in cases:
-            runs.measure([case], lambda case, way: measure(case, servers[way]), part=part)
+            runs.measure(lambda case, way: measure(case, servers[way]), [case], part=part)
 
 
 @contextlib.contextmanager
@@ -182,9 +185,5 @@ def _server(
         yield server
 
 
-def _name(case: Case) -> str:
-    return f"{case.fleet.title}: {case.title}"
-
-
 def _versions(environment: Path) -> str:
-    return command_line.versions(environment, "vllm", "torch", "transformers")
+    return versions(environment, "vllm", "torch", "transformers")

@@ -1,4 +1,4 @@
-"""``bench vllm --workers``: what goes from an engine core to two tensor-parallel workers, and back.
+"""``bench vllm-workers``: what goes from an engine core to two tensor-parallel workers, and back.
 
 What is compared is CPU, and how soon each process hears of the next step. Digests say whether the ways compute the same.
 """
@@ -17,8 +17,9 @@ import msgspec
 
 from bench import columns
 from bench.columns import Column, compare
+from bench.plan import Plan, Timing
 from bench.repetitions import Measured, Number
-from bench.results import Coverage, Findings
+from bench.results import Table
 from bench.servers import picture
 from bench.targets import Target, medians, ratios
 from bench.vllm.load import Fleet, Way, cpu_of
@@ -151,15 +152,18 @@ TARGETS = (
 )  # fmt: skip
 
 
-def report(measured: Measured, coverage: Coverage, versions: str) -> Findings:
-    return Findings(
-        mode="vllm",
-        tables=[compare("2 tensor-parallel workers, one request at a time", ("requests", "way"), measured, _COLUMNS)],
-        notes=[
-            "Real vLLM on the CPU with a model that computes nearly nothing. There is a server for each way. All run at the "
-            "same time. ms: of CPU, for a request. idle: for a second. digest: of all answers and their logprobs.",
-            versions,
-        ],
-        targets=[target.judge(measured) for target in TARGETS],
-        coverage=coverage,
-    )
+def _tables(measured: Measured) -> list[Table]:
+    return [compare("2 tensor-parallel workers, one request at a time", ("requests", "way"), measured, _COLUMNS)]
+
+
+PLAN = Plan(
+    mode="vllm-workers",
+    cases=dict.fromkeys(KINDS, tuple(WAYS)),
+    timing=Timing(7),
+    tables=_tables,
+    targets=TARGETS,
+    notes=[
+        "Real vLLM on the CPU with a model that computes nearly nothing. There is a server for each way. All run at the same "
+        "time. ms: of CPU, for a request. idle: for a second. digest: of all answers and their logprobs."
+    ],
+)

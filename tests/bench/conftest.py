@@ -1,16 +1,19 @@
-"""Repetitions that were not measured, for the tests of what is made of them; and messages that are spoiled."""
+"""Repetitions that were not measured, for the tests of what is made of them; small plans; and messages that are spoiled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
 
+from bench.command_line import benchmark
 from bench.messages import Header, Measurement, Source
 from bench.meter import Cost
+from bench.plan import Plan
 from bench.questions import Desk
 
 MB = 1 << 20
@@ -19,7 +22,7 @@ MB = 1 << 20
 @pytest.fixture(autouse=True)
 def torch_has_200_mb(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a process that has only imported torch holds: looking takes seconds."""
-    monkeypatch.setattr("bench.targets.torch_resident_nbytes", lambda: 200 * MB)
+    monkeypatch.setattr("bench.transport_targets.torch_resident_nbytes", lambda: 200 * MB)
 
 
 def made_run(per_s: float = 1.0, **numbers: Any) -> Measurement:
@@ -34,6 +37,12 @@ def made_run(per_s: float = 1.0, **numbers: Any) -> Measurement:
     )
     latencies = np.full(1000, numbers.get("p50_us", 100.0) * 1e3, np.int64)
     return Measurement(1000, 1000 / per_s, latencies, (cost,), (cost,))
+
+
+def command_of(plan: Plan, command: click.Command) -> click.Command:
+    """The same command, of another plan."""
+    assert command.callback is not None
+    return benchmark(plan)(command.callback.__wrapped__)  # type: ignore[attr-defined] # of functools.wraps
 
 
 @pytest.fixture

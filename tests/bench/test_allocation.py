@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import statistics
@@ -11,13 +12,14 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from bench.allocation.command import FILL_TARGETS, STORED, Fill, Filled, Plan, Stored, allocator_command, beside_stored
-from bench.allocation.leased import Leased, lone_book
-from bench.allocation.measures import FILLED, LIMIT, OURS, TIMED, Limit, Policy, Timed, first_failure
+from bench.allocation.command import FILL_TARGETS, PLAN, STORED, Fill, Filled, Live, Stored, allocator_command, beside_stored
+from bench.allocation.leased import Leased
+from bench.allocation.measures import FILLED, LIMIT, OURS, Limit, Policy, Timed, first_failure
 from bench.allocation.traces import LARGEST_NBYTES, LIFETIMES, trace
 from bench.results import Verdict
 from shmring.core.compiled import RunAllocator
 from shmring.core.geometry import BLOCK_NBYTES
+from tests.bench.conftest import command_of
 from tests.tables import for_each
 
 SLAB_NBYTES = 1 << 30
@@ -115,7 +117,7 @@ def test_a_storm_takes_half_of_what_is_there() -> None:
 def test_nobody_is_fuller_on_average_than_what_moving_together_gives() -> None:
     """On a single trace one may be: what fails earlier may fail at a smaller slot."""
     lifetime = LIFETIMES["random"]
-    fills = {name: [first_failure(of, lifetime, SLAB_NBYTES, seed) for seed in range(20)] for name, of in FILLED.items()}
+    fills = {name: [first_failure(of.create, lifetime, SLAB_NBYTES, seed) for seed in range(20)] for name, of in FILLED.items()}
     assert min(fills[LIMIT]) > 1 - (LARGEST_NBYTES + 2 * BLOCK_NBYTES) / SLAB_NBYTES - 0.001
     for name, fill in fills.items():
         assert 0 < statistics.fmean(fill) <= statistics.fmean(fills[LIMIT]), name
@@ -124,7 +126,7 @@ def test_nobody_is_fuller_on_average_than_what_moving_together_gives() -> None:
 def test_the_stored_run_is_what_this_code_gives_and_keeps_the_targets_where_slots_go_in_order() -> None:
     stored = msgspec.convert(json.loads(STORED.read_bytes())["results"], list[Stored])
     [fill] = [one.fill for one in stored if (one.subject, one.filled) == (OURS, Filled("fifo", 4 << 30))]
-    found = [first_failure(FILLED[OURS], LIFETIMES["fifo"], 4 << 30, seed) for seed in range(fill.samples)]
+    found = [first_failure(FILLED[OURS].create, LIFETIMES["fifo"], 4 << 30, seed) for seed in range(fill.samples)]
     assert statistics.fmean(found) >= fill.mean - 1e-12
     assert min(found) >= fill.minimum
     of_fifo = {Filled("fifo", 4 << 30): {OURS: [fill]}}
@@ -134,21 +136,8 @@ def test_the_stored_run_is_what_this_code_gives_and_keeps_the_targets_where_slot
 # -- time ------------------------------------------------------------------------------------------------------
 
 
-def test_the_lease_book_that_is_timed_places_and_releases() -> None:
-    book = lone_book(10_000, 4)
-    *placed, none = [book.allocate(1_000) for _ in range(9)]
-    assert none is None  # two of 1,000 in each of 2,500
-    assert len(set(placed)) == 8
-    assert placed[0] is not None
-    book.free(placed[0], 1_000)
-    assert book.allocate(1_000) is not None
-    assert book.allocate(1_000) is None
-    book.book.check()
-
-
 def test_an_operation_takes_time() -> None:
-    for subject in TIMED.values():
-        assert 0 < Timed(subject, 10).batch_us() < 1e4
+    assert 0 < Timed(10).batch_us() < 1e4
 
 
 # -- beside the stored run ---------------------------------------------------------------------------------------------------
@@ -193,8 +182,11 @@ def test_a_run_says_what_it_found_and_whether_it_is_less_full_than_the_stored_on
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "allocator.json"
-    monkeypatch.setattr("bench.allocation.command.PLAN", Plan(seeds=2, slabs=(SLAB_NBYTES,), live=(10,), batches=1))
-    done = CliRunner().invoke(allocator_command, ["--json", str(path)], catch_exceptions=False)
+    monkeypatch.setattr("bench.allocation.command._SEEDS", 2)
+    monkeypatch.setattr("bench.allocation.command._BATCHES", 1)
+    cases = {Filled("fifo", SLAB_NBYTES): list(FILLED), Live(10): [OURS]}
+    command = command_of(dataclasses.replace(PLAN, cases=cases), allocator_command)
+    done = CliRunner().invoke(command, ["--json", str(path)], catch_exceptions=False)
     assert done.exit_code == 0
     assert "fill at the first failure" in done.output
     found = json.loads(path.read_bytes())
@@ -206,14 +198,13 @@ def test_a_run_says_what_it_found_and_whether_it_is_less_full_than_the_stored_on
         "mean fill at the first failure": None,
         "minimum fill at the first failure": None,
         "time per operation: shmring": None,
-        "time per operation: shmring: lease book, 1 lease": None,
         "mean fill, beside the stored run": None,
         "minimum fill, beside the stored run": None,
     }
     monkeypatch.setattr("bench.allocation.command.STORED", path)
-    done = CliRunner().invoke(allocator_command, [])
+    done = CliRunner().invoke(command, [])
     assert done.exit_code == 0, "a fill depends on nothing but the seeds"
     found["results"][0]["fill"]["mean"] += 1e-9
     path.write_text(json.dumps(found))
-    done = CliRunner().invoke(allocator_command, [])
+    done = CliRunner().invoke(command, [])
     assert (done.exit_code, "1 target missed" in done.output) == (1, True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,32 +11,43 @@ from click.testing import CliRunner
 
 from bench import cost
 from bench.__main__ import main
-from bench.cost import CASES, Case, measure
-from bench.repetitions import Timing
-from bench.results import Status
+from bench.cost import PLAN, Case, cost_command
+from bench.plan import Timing
+from tests.bench.conftest import command_of
 
-SMALL = CASES[:3]
+ONE_EACH = ("4 KB, inline", "64 KB, copied", "64 KB, in place")
+SHORT = ("--repetitions", "2", "--seconds", "0.02")
 
 
-def test_every_way_has_a_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    findings = measure(SMALL, Timing(2, 0.05, 0.01))
-    lines = capsys.readouterr().err.splitlines()
-    rows = findings.tables[0].rows
-    titles = [f"{case}: CPU per message" for case in ("4 KB, inline", "64 KB, copied", "64 KB, in place")]
+def test_every_way_has_a_cost_and_the_command_writes_what_it_shows(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    chosen = [part for case in ONE_EACH for part in ("--case", case)]
+    done = CliRunner().invoke(main, ["cost", *chosen, *SHORT, "--json", str(path)])
+    stored = json.loads(path.read_bytes())
+    missed = [target for target in stored["targets"] if target["met"] is False]
+    assert done.exit_code == bool(missed), done.output
+    titles = [f"{case}: CPU per message" for case in ONE_EACH]
+    rows = stored["tables"][0]["rows"]
     assert [row[0] for row in rows] == titles
     assert all(1 < float(row[2]) < 10_000 for row in rows)
+    lines = done.stderr.splitlines()[:6]
     begun = [f"{step} of 6: {titles[0]}, both ends, repetition {number} of 2" for step, number in ((1, 1), (4, 2))]
-    assert lines[:4:3] == begun, "they are interleaved"
-    assert len(lines) == 6
-    assert findings.failures == 0
+    assert lines[::3] == begun, "they are interleaved"
+    assert "3 of 3 measurements in 3 cases" in done.stdout
+    assert (stored["mode"], stored["coverage"]["gaps"]) == ("cost", [])
+    assert stored["notes"][0] == "2 repetitions of 0.02 s."
 
 
-def test_a_case_that_fails_is_said_and_the_others_go_on() -> None:
-    findings = measure((Case(-4096, "broken", 1.0), SMALL[0]), Timing(2, 0.02, 0.01))
-    assert findings.coverage is not None
-    (gap,) = findings.coverage.gaps
-    assert (gap.case, gap.status) == ("-4 KB, broken: CPU per message", Status.FAILED)
-    assert [row[0] for row in findings.tables[0].rows] == ["4 KB, inline: CPU per message"]
+def test_a_case_that_fails_is_said_and_the_others_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "cost.json"
+    cases = dict.fromkeys((Case(-4096, "broken", 1.0), Case(4096, "inline", 1.0)), ("both ends",))
+    done = CliRunner().invoke(command_of(dataclasses.replace(PLAN, cases=cases), cost_command), [*SHORT, "--json", str(path)])
+    assert done.exit_code == 3
+    assert "1 measurements failed: see the table" in done.stderr
+    stored = json.loads(path.read_bytes())
+    [gap] = stored["coverage"]["gaps"]
+    assert (gap["case"], gap["status"]) == ("-4 KB, broken: CPU per message", "failed")
+    assert [row[0] for row in stored["tables"][0]["rows"]] == ["4 KB, inline: CPU per message"]
 
 
 async def test_a_message_out_of_turn_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,25 +63,14 @@ async def test_a_message_out_of_turn_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert raised.group_contains(cost.BenchError, match="message 19 came where message 20 was due")
 
 
-@pytest.mark.parametrize(("limits_us", "code"), [((10_000.0, 10_000.0), 0), ((10_000.0, 0.1), 1)])
-def test_the_command_writes_what_it_shows_and_a_miss_ends_it_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits_us: Sequence[float], code: int
-) -> None:
-    cases = [case._replace(limit_us=limit) for case, limit in zip(SMALL, limits_us, strict=False)]
-    monkeypatch.setattr(cost, "CASES", cases)
-    path = tmp_path / "cost.json"
-    done = CliRunner().invoke(main, ["cost", "--repetitions", "1", "--seconds", "0.02", "--json", str(path)])
-    assert done.exit_code == code, done.output
-    assert ("1 target missed" in done.stderr) is bool(code)
-    assert "4 KB, inline" in done.stdout
-    assert "2 of 2 measurements in 2 cases" in done.stdout
-    stored = json.loads(path.read_bytes())
-    assert (stored["mode"], stored["coverage"]["gaps"]) == ("cost", [])
-    assert [verdict["met"] for verdict in stored["targets"]] == [True, not code]
+def test_a_median_decides_a_target() -> None:
+    case = next(iter(PLAN.cases))
+    findings = PLAN.findings({case: {"both ends": [4.0, 5.1, 5.2]}})
+    assert [verdict.met for verdict in findings.targets] == [False, *[None] * 5]
+    assert findings.targets[0].measured == "5.1 us"
 
 
-def test_the_targets_are_those_of_the_project() -> None:
-    assert {case.title.removesuffix(": CPU per message"): case.limit_us for case in CASES} == {
-        "4 KB, inline": 5, "64 KB, copied": 7, "64 KB, in place": 6.5, "1 MB, in place": 6.5, "8 MB, in place": 6.5,
-        "64 MB, in place": 6.5,
-    }  # fmt: skip
+def test_what_is_no_case_is_refused() -> None:
+    done = CliRunner().invoke(main, ["cost", "--case", "1 GB"])
+    assert done.exit_code == 2
+    assert "no case begins so; there are: 4 KB, inline: CPU per message; 64 KB" in done.stderr

@@ -12,23 +12,19 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from bench import command_line
 from bench.__main__ import main
 from bench.children import BenchError
-from bench.fan_out.command import CENTRAL, LARGE, MIDDLE, SIZES, SMALL, WORKERS, host, planned, report
+from bench.fan_out.command import CENTRAL, LARGE, MIDDLE, PLAN, SIZES, SMALL, WORKERS, host, planned
 from bench.fan_out.measuring import END, Cell, Run, Stamps
 from bench.fan_out.ways import ARENA, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, WAYS
 from bench.programs import Program
-from bench.results import Coverage
 
 QUEUE = MESSAGE_QUEUE
 
 
 def run(per_s: float = 1.0, **numbers: Any) -> Run:
     return msgspec.structs.replace(Run(per_s, last_us=100.0, engine_us=10.0, worker_us=5.0), **numbers)
-
-
-def no_plan() -> Coverage:
-    return Coverage.of([], {})
 
 
 # -- cells ---------------------------------------------------------------------------------------------------------------
@@ -94,8 +90,9 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
         return run(200.0 if cell.subject == OURS else 50.0)
 
     monkeypatch.setattr(Program, "order", play)
+    monkeypatch.setattr(command_line, "ROOT", tmp_path)
     path = tmp_path / "fan-out.json"
-    done = CliRunner().invoke(main, ["fan-out", "--repetitions=2", f"--environment={tmp_path}", f"--json={path}"])
+    done = CliRunner().invoke(main, ["fan-out", "--repetitions=2", f"--json={path}"])
     assert done.exit_code == 3, done.output
     assert "no descriptors are left" in done.stdout
     assert "has no vLLM; `make test-vllm` makes an environment that has" in done.stdout
@@ -109,12 +106,11 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
 
 
 def test_ratios_are_those_of_the_same_repetition_and_the_worst_case_decides() -> None:
-    findings = report(
+    findings = PLAN.findings(
         {
             (1, SMALL): {OURS: [run(30), run(60), run(15)], QUEUE: [run(10), run(20), run(5)]},
             (2, SMALL): {OURS: [run(19)], QUEUE: [run(10)]},
-        },
-        no_plan(),
+        }
     )
     verdict = findings.targets[0]
     assert (verdict.at, verdict.met, verdict.measured) == ("4 KB", False, "1.9 x")
@@ -123,7 +119,7 @@ def test_ratios_are_those_of_the_same_repetition_and_the_worst_case_decides() ->
 
 def test_in_place_is_compared_with_itself_either_way() -> None:
     def steady(small: float, large: float) -> bool | None:
-        findings = report({(1, SMALL): {IN_PLACE: [run(small)]}, (1, LARGE): {IN_PLACE: [run(large)]}}, no_plan())
+        findings = PLAN.findings({(1, SMALL): {IN_PLACE: [run(small)]}, (1, LARGE): {IN_PLACE: [run(large)]}})
         (verdict,) = [verdict for verdict in findings.targets if verdict.what.endswith("of the other")]
         return verdict.met
 
@@ -141,19 +137,19 @@ def test_every_target_is_judged_by_what_it_speaks_of() -> None:
         for workers in (1, 2, CENTRAL, 8)
         for nbytes in (SMALL, MIDDLE, LARGE)
     }  # fmt: skip
-    findings = report(measured, no_plan())
+    findings = PLAN.findings(measured)
     assert {verdict.what: verdict.met for verdict in findings.targets if not verdict.met} == {}
     bad = run(1.0, last_us=1e6, engine_us=1e3, gathers_per_s=1.0, awake_percent=136.0, idle_percent=2.0)
     for found in measured.values():
         found |= {OURS: [bad], POLLING: [bad], IN_PLACE: [bad]}
-    findings = report(measured, no_plan())
+    findings = PLAN.findings(measured)
     assert [verdict.what for verdict in findings.targets if verdict.met] == [
         "messages/s in place, 4 KB and 64 MB, of the other"
     ]
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    assert {verdict.met for verdict in report({(1, SMALL): {OURS: [run()]}}, no_plan()).targets} == {None}
+    assert {verdict.met for verdict in PLAN.findings({(1, SMALL): {OURS: [run()]}}).targets} == {None}
 
 
 def test_only_the_central_case_is_looked_at_more_closely() -> None:

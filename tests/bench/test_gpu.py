@@ -1,6 +1,6 @@
 """``bench gpu`` without a GPU: all of its measuring, on one made of host memory whose times say nothing.
 
-Processes are threads here, each with an event loop of its own, since such a GPU can't be sent to another process.
+The engine is a thread here, with an event loop of its own, since such a GPU can't be sent to another process.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,12 @@ import pytest
 import torch
 
 from bench.children import BenchError, play_cell
-from bench.gpu import copies, handovers, processes
-from bench.gpu.command import Plan, Results, run
+from bench.gpu import command, copies, handovers
+from bench.gpu.command import PLAN, run
 from bench.gpu.copies import WAYS, Contender, in_flight
-from bench.gpu.device import check, marks, sample
-from bench.gpu.handovers import ROUTES, CudaIpc
-from bench.gpu.processes import Process, opened
-from bench.repetitions import Measured
+from bench.gpu.device import Gpu, Openers, check, enter_all, marks, sample
+from bench.gpu.handovers import ROUTES, CudaIpc, Engine
+from bench.plan import Runs, Timing
 from bench.stamps import CheckError
 from shmring.gpu.cuda import CudaError
 from tests.model.host_gpu import NAME, HostMemory
@@ -69,6 +67,12 @@ def test_a_mark_that_is_not_there_is_noticed(place: int) -> None:
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def opened(openers: Openers) -> AsyncIterator[tuple[dict[str, Any], dict[str, str]]]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield await enter_all(stack, openers)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -132,46 +136,54 @@ class ChildThread:
 @pytest.fixture
 def threads(gpu: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes are threads, and all of them have that GPU."""
-    monkeypatch.setattr(processes, "Child", ChildThread)
-    monkeypatch.setattr(processes, "Gpu", lambda: gpu)
+    monkeypatch.setattr(handovers, "Child", ChildThread)
+    monkeypatch.setattr(handovers, "Gpu", lambda: gpu)
+    monkeypatch.setattr(handovers, "_ANSWER_LIMIT_S", 5.0)
+    monkeypatch.setattr(command, "_LATENCIES", 3)
+    monkeypatch.setattr(command, "_MESSAGES", 3)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    monkeypatch.setattr(CudaIpc, "create_shared", lambda self: (queue.Queue(), *processes.SPAWN.Pipe(duplex=False)))
+    monkeypatch.setattr(CudaIpc, "create_shared", lambda self: (queue.Queue(), *handovers.SPAWN.Pipe(duplex=False)))
 
 
-TINY = Plan(
-    sizes=(4 * KB, 64 * KB), repetitions=2, timed_s=0.001, latencies=3, messages=3, ways=("slot-pinned", "pin-memory", "clone")
-)  # fmt: skip
+TINY, THREE = (4 * KB, 64 * KB), ("slot-pinned", "pin-memory", "clone")
 
 
-def gaps(results: Results) -> dict[tuple[str, str], str]:
+def measured(
+    gpu: Gpu, sizes: Sequence[int] = TINY, ways: Sequence[str] = THREE, routes: Sequence[str] = tuple(ROUTES), count: int = 2
+) -> Runs:
+    """A short run."""
+    cases = dict.fromkeys(sizes, (*ways, *routes))
+    runs = Runs(dataclasses.replace(PLAN, cases=cases, timing=Timing(count, 0.001)))
+    run(runs, gpu)
+    return runs
+
+
+def gaps(runs: Runs) -> dict[tuple[str, str], str]:
     """The reasons of what was planned and not measured, by size and name."""
-    return {(gap.case, gap.subject): gap.reason for gap in results.coverage.gaps}
+    return {(gap.case, gap.subject): gap.reason for gap in runs.coverage().gaps}
 
 
-def cells(measured: Measured) -> list[tuple[int, str]]:
+def cells(runs: Runs) -> set[tuple[int, str]]:
     """What was measured, by size and name."""
-    return [(nbytes, name) for nbytes, of_size in measured.items() for name in of_size]
+    return {(nbytes, name) for nbytes, of_size in runs.measured.items() for name in of_size}
 
 
 @pytest.mark.usefixtures("threads")
 def test_a_run_measures_what_was_planned(gpu: HostMemory) -> None:
-    results = run(TINY)
-    assert results.gpu == NAME
-    assert gaps(results) == {}
-    assert sorted(cells(results.ways)) == sorted(itertools.product(TINY.sizes, TINY.ways))
-    assert sorted(cells(results.routes)) == sorted(itertools.product(TINY.sizes, TINY.routes))
-    for measured in (results.ways, results.routes):
-        assert all(len(runs) == 2 for of_size in measured.values() for runs in of_size.values())
-    for runs in (runs for of_size in results.routes.values() for runs in of_size.values()):
-        assert all(len(run["us"]) == 3 and min(run["us"]) > 0 for run in runs)
+    runs = measured(gpu)
+    assert runs.notes == [NAME]
+    assert gaps(runs) == {}
+    assert cells(runs) == set(itertools.product(TINY, (*THREE, *ROUTES)))
+    for of_size in runs.measured.values():
+        assert all(len(of_name) == 2 for of_name in of_size.values())
+        assert all(len(one["us"]) == 3 and min(one["us"]) > 0 for route in ROUTES for one in of_size[route])
     assert gpu.cuda.registered == {}
     assert gpu.memory.memory == {}, "the device slab was freed"
 
 
 @pytest.mark.usefixtures("threads")
 def test_a_hand_over_through_the_device_slab_copies_nothing(gpu: HostMemory) -> None:
-    results = run(dataclasses.replace(TINY, ways=(), routes=("device-slab",)))
-    assert {name for _, name in cells(results.routes)} == {"device-slab"}
+    assert {name for _, name in cells(measured(gpu, ways=(), routes=("device-slab",)))} == {"device-slab"}
     assert gpu.cuda.copied == []
     assert gpu.cuda.calls["cuStreamQuery"] > 12, "each message asks whether it needs a fence"
     assert gpu.cuda.calls["cuEventRecord"] == 0, "what has been written needs none"
@@ -181,18 +193,17 @@ def test_a_hand_over_through_the_device_slab_copies_nothing(gpu: HostMemory) -> 
 def test_what_can_not_be_opened_is_absent_and_the_rest_is_there(gpu: HostMemory) -> None:
     gpu.cuda.fail("host_register", 9)
     gpu.memory.failing = "allocate"
-    results = run(TINY)
-    absent = {name: reason for (_, name), reason in gaps(results).items()}
+    runs = measured(gpu)
+    absent = {name: reason for (_, name), reason in gaps(runs).items()}
     assert list(absent) == ["slot-pinned", "host-slot", "device-slab"]
-    assert len(gaps(results)) == 2 * (1 + 2), "at each size: a way, and two routes"
+    assert len(gaps(runs)) == 2 * (1 + 2), "at each size: a way, and two routes"
     assert all("CudaError: the slab can't be pinned" in absent[name] for name in ("slot-pinned", "host-slot"))
     assert "CudaError: allocate failed" in absent["device-slab"]
-    assert {name for _, name in cells(results.ways)} == {"pin-memory", "clone"}
-    assert {name for _, name in cells(results.routes)} == {"cuda-ipc"}
+    assert {name for _, name in cells(runs)} == {"pin-memory", "clone", "cuda-ipc"}
 
 
 @pytest.mark.usefixtures("threads")
-def test_what_fails_at_a_size_is_absent_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_at_a_size_is_absent_there(gpu: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     def bring(tensor: torch.Tensor, start: int) -> torch.Tensor:
         if tensor.nbytes > 4 * KB:
             raise RuntimeError("out of memory\nadvice for debugging kernels")
@@ -200,69 +211,60 @@ def test_what_fails_at_a_size_is_absent_there(monkeypatch: pytest.MonkeyPatch) -
 
     small = Contender.of_memory("small ones only", lambda gpu, nbytes: gpu.page_locked(nbytes), lambda gpu, nbytes: bring)
     monkeypatch.setitem(WAYS, "clone", small)
-    results = run(dataclasses.replace(TINY, ways=("clone",), routes=()))
-    assert set(gaps(results)) == {("64 KB", "clone")}
-    assert all(reason.startswith("RuntimeError: out of memory (bring, line ") for reason in gaps(results).values())
-    assert cells(results.ways) == [(4 * KB, "clone")]
+    runs = measured(gpu, ways=("clone",), routes=())
+    assert set(gaps(runs)) == {("64 KB", "clone")}
+    assert all(reason.startswith("RuntimeError: out of memory (bring, line ") for reason in gaps(runs).values())
+    assert cells(runs) == {(4 * KB, "clone")}
 
 
 @pytest.mark.usefixtures("threads")
 def test_an_engine_whose_gpu_fails_says_so_to_the_frontend(gpu: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     def finish() -> None:
-        if threading.current_thread().name != "frontend":
+        if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(gpu, "finish", finish)
-    results = run(dataclasses.replace(TINY, sizes=(4 * KB,), ways=()))
-    reasons = gaps(results)
+    reasons = gaps(measured(gpu, sizes=(4 * KB,), ways=()))
     assert {name for _, name in reasons} == set(ROUTES)
     assert all("an illegal memory access" in reason for reason in reasons.values())
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_process_that_dies_takes_nothing_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = {"clone": 2, "host-slot": 2}  # until it dies: the last way, and the first route, at the second size
+def test_an_engine_that_dies_takes_nothing_with_it(gpu: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[Engine] = []
+    opened, hand_over = Engine.open, handovers.measure
 
-    def measure(process: Process, name: str, *arguments: Any) -> Any:
-        if name in left:
-            left[name] -= 1
-            if not left[name]:
-                process.kill()
-        return measured(process, name, *arguments)
+    def open_it(engine: Engine) -> dict[str, str]:
+        engines.append(engine)
+        return opened(engine)
 
-    measured = Process.measure
-    monkeypatch.setattr(Process, "measure", measure)
-    results = run(dataclasses.replace(TINY, repetitions=1))
-    missing = {("64 KB", name) for name in ("clone", *ROUTES)}
-    assert gaps(results) == dict.fromkeys(missing, "GPU: its processes were ended after a failure")
-    assert len(cells(results.ways)) == 5
-    assert {nbytes for nbytes, _ in cells(results.routes)} == {4 * KB}
+    async def measure(gpu: Gpu, ask: Any, nbytes: int, messages: int) -> Any:
+        if nbytes == 64 * KB:
+            engines[0].kill()
+        return await hand_over(gpu, ask, nbytes, messages)
 
-
-@pytest.mark.usefixtures("threads")
-def test_after_a_measurement_that_fails_another_may_work() -> None:
-    with Process("copies", functools.partial(copies.openers, "/nonexistent", SIZES, ["clone"]), copies.measure) as process:
-        process.open()
-        with pytest.raises(BenchError, match="KeyError: 'nothing'"):
-            process.measure("nothing", 4 * KB, 0.0, 1)
-        assert len(process.measure("clone", 4 * KB, 0.0, 1)["held_us"]) == 1
-        process.finish()
+    monkeypatch.setattr(handovers, "_ANSWER_LIMIT_S", 0.2)
+    monkeypatch.setattr(Engine, "open", open_it)
+    monkeypatch.setattr(handovers, "measure", measure)
+    runs = measured(gpu, count=1)
+    assert set(gaps(runs)) == {("64 KB", name) for name in ROUTES}
+    assert {nbytes for nbytes, name in cells(runs) if name in WAYS} == set(TINY)
+    assert {nbytes for nbytes, name in cells(runs) if name in ROUTES} == {4 * KB}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_measured_by_all_ways_and_routes() -> None:
-    plan = Plan(sizes=(64 * KB, 8 * MB), repetitions=1, timed_s=0.01, latencies=3, messages=3)
-    results = run(plan)
-    assert gaps(results) == {}
-    assert (len(cells(results.ways)), len(cells(results.routes))) == (2 * len(WAYS), 2 * len(ROUTES))
+    runs = measured(Gpu(), (64 * KB, 8 * MB), ways=tuple(WAYS), count=1)
+    assert gaps(runs) == {}
+    assert len(cells(runs)) == 2 * (len(WAYS) + len(ROUTES))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_process_without_a_gpu_can_not_start() -> None:
     """A real one: all that it is to have gets there, what it says comes back, and it is gone."""
     shared = {name: route.create_shared() for name, route in ROUTES.items()}
-    with Process("engine", functools.partial(handovers.openers, "answering", "/nonexistent", 4 * KB, shared)) as process:
+    with Engine("/nonexistent", 4 * KB, shared) as engine:
         with pytest.raises(BenchError, match="GPU, opening: the engine failed: "):
-            process.open()
-        assert not any(child.process.is_alive() for child in process.children)
+            engine.open()
+        assert not any(child.process.is_alive() for child in engine.children)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +16,11 @@ from click.testing import CliRunner
 from bench.__main__ import main
 from bench.children import BenchError
 from bench.gpu import command, device
-from bench.gpu.command import TARGETS, Plan, Results, report
-from bench.gpu.copies import WAYS
-from bench.gpu.device import Gpu
-from bench.gpu.processes import Numbers
+from bench.gpu.command import PLAN, TARGETS
+from bench.gpu.device import Gpu, Numbers
+from bench.plan import Runs
 from bench.report import Budget, pages
-from bench.results import Coverage, Gap, Planned, Status, Verdict
+from bench.results import Verdict
 from shmring.gpu.cuda import TorchCuda
 
 KB, MB = 1 << 10, 1 << 20
@@ -54,7 +52,7 @@ def brought(way: str, nbytes: int, usable_us: float, held_us: float) -> Part:
     return way, nbytes, [{"usable_us": [usable_us] * 3, "held_us": held}] * 3
 
 
-def measured(*changes: Part, coverage: Coverage | None = None) -> Results:
+def measured(*changes: Part) -> dict[int, dict[str, list[Numbers]]]:
     """A run that meets everything; or this one."""
     whole = [
         *beside_ceiling(64 * KB, 0.1),
@@ -68,17 +66,16 @@ def measured(*changes: Part, coverage: Coverage | None = None) -> Results:
         transferred("clone", 64 * MB, [4.5, 5.0, 5.5]),
         *HAND_OVERS,
     ]
-    found: dict[bool, dict[int, dict[str, list[Numbers]]]] = {True: {}, False: {}}
+    found: dict[int, dict[str, list[Numbers]]] = {}
     for name, nbytes, runs in changes or whole:
-        of_size = found[name in WAYS].setdefault(nbytes, {})
-        before: list[Numbers] = of_size.get(name, [])
+        of_size = found.setdefault(nbytes, {})
+        before = of_size.get(name, [])
         of_size[name] = [one | other for one, other in itertools.zip_longest(before, runs, fillvalue=Numbers())]
-    plan = dataclasses.replace(Plan(), repetitions=3)
-    return Results(GPU, plan, found[True], found[False], coverage or Coverage([], []))
+    return found
 
 
 def verdicts(*changes: Part) -> dict[str, Verdict]:
-    return {one.what + (", small" if one.at == "1 MB" else ""): one for one in report(measured(*changes)).targets}
+    return {one.what + (", small" if one.at == "1 MB" else ""): one for one in PLAN.findings(measured(*changes)).targets}
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------
@@ -131,7 +128,7 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
 
 
 def test_tables_say_what_was_measured() -> None:
-    copies, hand_overs = report(measured()).tables
+    copies, hand_overs = PLAN.findings(measured()).tables
     rows = {(row[0], row[1]): row[2:] for row in copies.rows}
     assert rows["64 MB", "slot, pinned slab"] == ["50.00", "-10% +10%", "1.00 x", "1,500", "29", "39"]
     assert rows["64 MB", "cloned, then copied"] == ["5.00", "-10% +10%", "0.10 x", *[""] * 3]
@@ -140,7 +137,7 @@ def test_tables_say_what_was_measured() -> None:
 
 
 def test_a_report_has_a_page() -> None:
-    text = pages({"gpu": report(measured())}, Budget("abc", {}))["benchmarks/gpu.md"]
+    text = pages({"gpu": PLAN.findings(measured(), notes=[GPU])}, Budget("abc", {}))["benchmarks/gpu.md"]
     assert f"- {GPU}" in text
     assert "| 64 MB | slot, pinned slab | 50.00 |" in text
 
@@ -158,58 +155,35 @@ def test_without_a_gpu_it_ends_with_2_and_says_why(monkeypatch: pytest.MonkeyPat
     )
 
 
-@pytest.fixture
-def measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Plan]]:
-    """``measuring(results)``: the command finds a GPU, and these on it; returns the plans that it makes."""
-
-    def pretend(results: Any) -> list[Plan]:
-        plans: list[Plan] = []
-
-        def run(plan: Plan) -> Results:
-            plans.append(plan)
-            if isinstance(results, BaseException):
-                raise results
-            found: Results = results
-            return found
-
-        monkeypatch.setattr(device, "missing", lambda: None)
-        monkeypatch.setattr(command, "run", run)
-        return plans
-
-    return pretend
-
-
-def test_it_shows_and_keeps_what_was_found(measuring: Any, tmp_path: Path) -> None:
-    plans = measuring(measured())
-    path = tmp_path / "gpu.json"
-    arguments = ["gpu", "--repetitions", "3", "--json", str(path)]
-    done = CliRunner().invoke(main, arguments, catch_exceptions=False)
-    assert done.exit_code == 0
-    assert "slot, pinned slab" in done.stdout
-    assert "device slab: p50 of a hand-over" in done.stdout
-    assert "NVIDIA H100" in done.stdout
-    assert done.stderr == ""
-    assert msgspec.json.decode(path.read_bytes())["notes"][0] == GPU
-    (plan,) = plans
-    assert plan == Plan(repetitions=3)
-
-
-LACKING = Coverage([Planned("bandwidth, 64 KB", ["clone"], 3)], [Gap("bandwidth, 64 KB", "clone", 0, Status.FAILED, "no")])
-
-
 @pytest.mark.parametrize(
-    ("results", "code", "message"),
+    ("found", "code", "message"),
     [
         (measured(handed_over("device-slab", 64 * KB, 151.0)), 1, "1 target missed"),
-        (measured(coverage=LACKING), 3, "1 measurements failed"),
+        (None, 3, "measurements failed"),
         (BenchError("the copies have died"), 3, "the copies have died"),
     ],
 )
-def test_it_fails_if_it_could_not_measure_or_a_target_is_missed(measuring: Any, results: Any, code: int, message: str) -> None:
-    measuring(results)
-    done = CliRunner().invoke(main, ["gpu"])
+def test_it_shows_and_keeps_what_was_found_and_fails_if_a_target_is_missed_or_something_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: Any, code: int, message: str
+) -> None:
+    def run(runs: Runs, gpu: object) -> None:
+        if isinstance(found, BaseException):
+            raise found
+        runs.notes.append(GPU)
+        if found is not None:
+            runs.measured = found
+            monkeypatch.setattr(runs, "coverage", lambda: None)
+
+    monkeypatch.setattr(device, "missing", lambda: None)
+    monkeypatch.setattr(command, "Gpu", lambda: None)
+    monkeypatch.setattr(command, "run", run)
+    path = tmp_path / "gpu.json"
+    done = CliRunner().invoke(main, ["gpu", "--json", str(path)])
     assert done.exit_code == code
     assert message in done.stderr
+    if code == 1:
+        assert "device slab: p50 of a hand-over" in done.stdout
+        assert msgspec.json.decode(path.read_bytes())["notes"][-1] == GPU
 
 
 # -- the GPU -------------------------------------------------------------------------------------------------------------------

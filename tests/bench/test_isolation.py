@@ -14,27 +14,31 @@ from bench.__main__ import main
 from bench.isolation import heavy
 from bench.isolation.attacks import EMBEDDING_ATTACKS, NUMBER
 from bench.isolation.chats import CHAT_ATTACKS
-from bench.isolation.command import Waits, report
-from bench.repetitions import Timing
-from bench.results import Coverage, Findings
+from bench.isolation.command import PLAN, Waits
+from bench.results import Findings
 from shmring.frontend.openai.chat import CHAT_FORM
 from shmring.frontend.openai.completions import COMPLETION_FORM
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, EmbeddingRequest
 from tests.tables import for_each
 
+SMALL, LARGE = "2000 texts as parts, 4 at a time", "a text of 15 MB, 1 at a time"
 
-def judged(neutral_ms: float, heavy_ms: float, nbytes: int = 1000, longest_ms: float = 0.0) -> Findings:
+
+def judged(neutral_ms: float, heavy_ms: float, case: str = SMALL, longest_ms: float = 0.0) -> Findings:
     """Of waits of which most are short: these are their 99th percentiles, and the longest one beside the heavy caller."""
     neutral = [1.0] * 80 + [neutral_ms] * 20
     heavy = [1.0] * 797 + [heavy_ms] * 202 + [max(heavy_ms, longest_ms)]
-    measured = {"much": {"beside a neutral load": [Waits(neutral, {})], "beside a heavy caller": [Waits(heavy, {"200": 3})]}}
-    return report(measured, {"much": nbytes}, Coverage([], []), Timing(1, 1.5))
+    return PLAN.findings(
+        {case: {"beside a neutral load": [Waits(neutral, {})], "beside a heavy caller": [Waits(heavy, {"200": 3})]}}
+    )
 
 
 def test_percentiles_are_of_all_waits() -> None:
     parts = [Waits([float(number) for number in range(start, 201, 2)], {}) for start in (2, 1)]
-    findings = report({"much": {"beside a heavy caller": parts}}, {"much": 1024}, Coverage([], []), Timing(2, 1.5))
-    assert findings.tables[0].rows == [["much: 1 KB", "beside a heavy caller", "100.5", "198.0", "200.0", "", ""]]
+    findings = PLAN.findings({SMALL: {"beside a heavy caller": parts}})
+    [row] = findings.tables[0].rows
+    assert row[0].startswith(f"{SMALL}: ")
+    assert row[1:] == ["beside a heavy caller", "100.5", "198.0", "200.0", "", ""]
     assert [verdict.met for verdict in findings.targets] == [False, False]
 
 
@@ -44,14 +48,14 @@ def test_percentiles_are_of_all_waits() -> None:
         ((5, 29), [True, True]),
         ((5, 31), [False, True]),
         ((20, 39), [True, True]),
-        ((5, 49, 2 << 20), [True, True]),
-        ((5, 51, 2 << 20), [False, True]),
-        ((5, 20, 1000, 151), [True, False]),
-        ((200, 20, 1000, 151), [True, True]),
+        ((5, 49, LARGE), [True, True]),
+        ((5, 51, LARGE), [False, True]),
+        ((5, 20, SMALL, 151), [True, False]),
+        ((200, 20, SMALL, 151), [True, True]),
     ],
 )
-def test_what_is_allowed(waits: tuple[float, ...], met: list[bool]) -> None:
-    findings = judged(*waits)  # type: ignore[arg-type] # of a table
+def test_what_is_allowed(waits: tuple[Any, ...], met: list[bool]) -> None:
+    findings = judged(*waits)
     assert [verdict.met for verdict in findings.targets] == met
     assert [row[-1] for row in findings.tables[0].rows] == ["", "3 x 200"]
 

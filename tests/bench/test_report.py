@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from bench import plots, report
 from bench.__main__ import OF_A_RELEASE, main
 from bench.allocation.command import Stored as Filled
+from bench.command_line import Command
 from bench.machine import ROOT, Machine
 from bench.messages import Case
 from bench.results import Coverage, Findings, Planned, Status, Table, Verdict, write_json
@@ -69,6 +71,27 @@ def test_what_is_stored_is_what_is_read(path: Path, tmp_path: Path) -> None:
     results = None if kind is None else msgspec.convert(findings.results, kind)
     write_json(msgspec.structs.replace(findings, results=results), tmp_path / path.name)
     assert json.loads((tmp_path / path.name).read_bytes()) == json.loads(path.read_bytes())
+
+
+@for_each("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_what_a_page_shows_can_be_measured_again(path: Path) -> None:
+    """The command that it names is one, measures all of these, and claims no less."""
+    findings = msgspec.json.decode(path.read_bytes(), type=Findings)
+    command = main.commands.get(findings.mode)
+    if not isinstance(command, Command):
+        return
+    assert shlex.split(findings.command)[:4] == ["python", "-m", "bench", findings.mode]
+    options = command.make_context(findings.mode, shlex.split(findings.command)[4:]).params
+    plan = command.plan.chosen(options["cases"], options["peers"])
+    measured = {(plan.title(case), subject) for case, subjects in plan.cases.items() for subject in subjects}
+    assert findings.coverage is not None
+    assert {(each.case, subject) for each in findings.coverage.planned for subject in each.subjects} <= measured
+    titles = {plan.titles.get(subject, subject) for _, subject in measured}
+    assert {str(row[1]) for table in findings.tables if table.texts == (table.columns[1],) for row in table.rows} <= titles
+    if not callable(plan.targets):
+        claims = {(target.what, target.at) for target in plan.targets}
+        of_stored = ("mean fill, beside the stored run", "minimum fill, beside the stored run")
+        assert {(each.what, each.at) for each in findings.targets if each.what not in of_stored} <= claims
 
 
 # -- how they are made ---------------------------------------------------------------------------------------------------

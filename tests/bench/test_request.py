@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import json
 import multiprocessing
@@ -22,7 +23,6 @@ import torch
 from click.testing import CliRunner
 
 import shmring
-from bench import request
 from bench.children import BenchError
 from bench.groups import Groups, PeerGroup
 from bench.messages import Answer, Ask, Cell, Header, Measurement, Phase
@@ -30,12 +30,11 @@ from bench.meter import Cost
 from bench.peers import BASELINE, REQUEST_PEERS, RequestPeer
 from bench.peers.in_flight import Pending
 from bench.peers.shmring_ring import ShmringRequest
+from bench.plan import Runs, Timing
 from bench.questions import Case, Client, Desk
-from bench.repetitions import Measured, Repetitions, Timing
-from bench.request import CASES, report
-from bench.results import Coverage, Findings
+from bench.request import CASES, PLAN, request_command
 from bench.stamps import CheckError
-from tests.bench.conftest import made_run
+from tests.bench.conftest import command_of, made_run
 from tests.tables import for_each
 
 SMALL = Cell(nbytes=4096, reply_nbytes=64, window=4, warm_up_s=0.01, timed_s=0.05, limit_s=60.0, directory="")
@@ -249,21 +248,9 @@ def test_the_command_measures_reports_and_says_what_is_missing(tmp_path: Path, m
     monkeypatch.setattr(type(REQUEST_PEERS["pyzmq"]), "requires", "shmring-absent")
     path = tmp_path / "results.json"
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this process goes on after the command
-    cases = {Case(nbytes, reply_nbytes=64): ["shmring", "pyzmq"] for nbytes in (4096, 65536, 1 << 20)}
-    monkeypatch.setattr(request, "CASES", cases)
-    options = [
-        "--case",
-        "4 KB, 16 in flight of 1 client",
-        "--case",
-        "64 KB, 16 in flight of 1 client",
-        "--repetitions",
-        "2",
-        "--seconds",
-        "0.05",
-        "--json",
-        str(path),
-    ]
-    result = CliRunner().invoke(request.request_command, options)
+    cases = {Case(nbytes, reply_nbytes=64): ["shmring", "pyzmq"] for nbytes in (4096, 65536)}
+    command = command_of(dataclasses.replace(PLAN, cases=cases), request_command)
+    result = CliRunner().invoke(command, ["--repetitions", "2", "--seconds", "0.05", "--json", str(path)])
     assert result.exit_code in (0, 1), result.output
     assert "64 KB, 16 in flight of 1 client, shmring, client.request, repetition 2 of 2" in result.stderr
     assert "pip install shmring-absent" in result.stdout
@@ -296,7 +283,7 @@ def test_the_plan_has_every_cell() -> None:
 def test_a_cell_that_does_not_fit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 30))
     cases = [Case(size << 30, window=16, reply_nbytes=64) for size in (1, 2)]
-    runs = Repetitions[Case, Measurement](dict.fromkeys(cases, ("shmring",)), 1, lambda case: case.title)
+    runs = Runs(dataclasses.replace(PLAN, cases=dict.fromkeys(cases, ("shmring",))))
     with Groups(REQUEST_PEERS, Timing(1)) as groups:
         groups.prepare(runs, cases)
     assert [gap.reason for gap in runs.coverage().gaps] == [
@@ -316,32 +303,28 @@ def one(clients: int = 1) -> Case:
     return Case(65536, producers=clients, reply_nbytes=64)
 
 
-def found(measured: Measured) -> Findings:
-    return report(measured, Coverage([], []), Timing(3, 0.3))
-
-
 def test_the_report_has_a_row_for_each_peer_in_each_case() -> None:
     measured = {one(): {"shmring": requests(25_000), "pyzmq": requests(4_000)}, one(4): {"shmring": requests(30_000)}}
-    (table,) = found(measured).tables
+    (table,) = PLAN.findings(measured).tables
     assert [row[0] for row in table.rows] == [one().title, one().title, one(4).title]
     assert table.rows[1][1:] == [
         "pyzmq DEALER/ROUTER", "4,000", "-10% +25%", "6.25 x", "500", "500", "20.0", "20.0",
     ]  # fmt: skip
-    assert f"pyzmq {REQUEST_PEERS['pyzmq'].version()}" in found(measured).notes
+    assert f"pyzmq {REQUEST_PEERS['pyzmq'].version()}" in PLAN.findings(measured).notes
 
 
 @for_each(("per_s", "ratio", "verdict"), [(20_000, 5.0, "met"), (19_999, 4.9, "missed")])
 def test_the_report_says_whether_the_targets_are_met(per_s: float, ratio: float, verdict: str) -> None:
     measured = {one(): {"shmring": requests(per_s), "pyzmq": requests(per_s / ratio)}}
-    assert [(target.word, target.asked) for target in found(measured).targets[:2]] == [
+    assert [(target.word, target.asked) for target in PLAN.findings(measured).targets[:2]] == [
         (verdict, ">= 20000 /s"),
         (verdict, ">= 5 x"),
     ]
 
 
 def test_a_run_says_nothing_of_targets_that_it_did_not_measure() -> None:
-    assert [target.met for target in found({one(4): {"shmring": requests(25_000)}}).targets[:2]] == [None, None]
-    assert [target.met for target in found({one(): {"shmring": requests(25_000)}}).targets[:2]] == [True, None]
+    assert [target.met for target in PLAN.findings({one(4): {"shmring": requests(25_000)}}).targets[:2]] == [None, None]
+    assert [target.met for target in PLAN.findings({one(): {"shmring": requests(25_000)}}).targets[:2]] == [True, None]
 
 
 def cost_of(messages: int, cpu_s: float) -> Cost:
@@ -363,7 +346,7 @@ def test_cpu_of_a_request_is_what_each_side_took_for_its_own_count() -> None:
 
 def test_many_clients_are_compared_with_one() -> None:
     cpu_us = {"shmring": 10.0, "shmring-32-1": 12.0, "shmring-32-32": 12.1}
-    report = found({list(CASES)[-1]: {name: requests(100.0, cpu_us=us) for name, us in cpu_us.items()}})
+    report = PLAN.findings({list(CASES)[-1]: {name: requests(100.0, cpu_us=us) for name, us in cpu_us.items()}})
     assert [(target.what, target.measured, target.met) for target in report.targets[2:]] == [
         ("CPU time per request with 32 clients connected, one asks", "1.2 x", True),
         ("CPU time per request with 32 clients connected, all ask", "1.21 x", False),

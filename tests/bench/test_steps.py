@@ -72,17 +72,26 @@ def test_the_program_runs_beside_any_bench(tmp_path: Path) -> None:
 
 
 def test_what_is_no_peer_is_refused(tmp_path: Path) -> None:
-    vllm = f"{tmp_path} has no vLLM; `make test-vllm` makes an environment that has"
-    for option, reason in (("--vllm", vllm), ("--beside", f"{tmp_path} is no checkout of shmring")):
-        result = CliRunner().invoke(steps.steps_command, [option, str(tmp_path)])
-        assert result.exit_code == 2
-        assert reason in result.output
+    result = CliRunner().invoke(steps.steps_command, ["--beside", str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"{tmp_path} is no checkout of shmring" in result.output
+
+
+def test_the_same_prompts_and_answers_are_compared() -> None:
+    ours, theirs = {"all CPU s, 32 x 1 + 128": 2.0, "CPU ms a step": 9.0}, {"all CPU s, 32 x 1 + 128": 3.0}
+    findings = steps.PLAN.findings({"steps of the executor": {"this": [ours], "generate_batch": [theirs]}})
+    assert [(verdict.measured, verdict.met) for verdict in findings.targets] == [("1.5 x", True)]
+    assert [row[:3] for row in findings.tables[0].rows] == [
+        ["all CPU s, 32 x 1 + 128", "this", "2.0"],
+        ["all CPU s, 32 x 1 + 128", "generate_batch", "3.0"],
+        ["CPU ms a step", "this", "9.0"],
+    ]
 
 
 @pytest.mark.slow  # it imports all that a model needs, in a process
 def test_a_peer_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(steps.BenchError, match=f"transformers of {steps.ROOT}: ValueError: Unrecognized model"):
-        steps._measure(steps._Peer(steps.ROOT), tmp_path)
+        steps._measure(steps.ROOT, "this", tmp_path)
 
 
 @pytest.mark.slow  # a thread of transformers' own

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import targets
+from bench import transport_targets as targets
 from bench.messages import Case, Measurement
 from bench.peers import MEMCPY
 from bench.repetitions import Measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -20,11 +21,12 @@ from bench.children import BenchError
 from bench.messages import Case, Cell, Measurement
 from bench.meter import Cost
 from bench.peers import MEMCPY, PEERS, Peer
-from bench.repetitions import Measured, Timing, ratio
-from bench.results import Coverage, format_nbytes
-from bench.targets import TARGETS
-from bench.transport import Plan, decisive, plan, quick_plan
+from bench.plan import Plan, Runs, Timing
+from bench.repetitions import ratio
+from bench.results import format_nbytes
+from bench.transport import PLAN, QUICK_PLAN, quick_command
 from shmring.processes.process import Process
+from tests.bench.conftest import command_of
 from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,17 +37,16 @@ TIMING = Timing(3, 0.1, 0.1)
 
 
 def test_windows_are_those_of_one_producer_and_few_peers_have_several() -> None:
-    cases = plan(sizes=(4096,))
-    assert list(cases) == [Case(4096), Case(4096, window=1), Case(4096, producers=8)]
-    assert cases[Case(4096)] == ["shmring", MEMCPY, *list(PEERS)[1:]]
-    assert cases[Case(4096, window=1)] == list(PEERS)
-    assert list(cases[Case(4096, producers=8)]) == ["shmring", "iceoryx2"]
-    chosen = plan((4096,), producers=(1, 4), windows=(2,), peers=("pyzmq",))
-    assert chosen == {Case(4096, window=2): ["shmring", "pyzmq"], Case(4096, producers=4): ["shmring", "pyzmq"]}
+    assert list(PLAN.cases)[:3] == [Case(4096), Case(4096, window=1), Case(4096, producers=8)]
+    assert PLAN.cases[Case(4096)] == ["shmring", MEMCPY, *list(PEERS)[1:]]
+    assert PLAN.cases[Case(4096, window=1)] == list(PEERS)
+    assert PLAN.cases[Case(4096, producers=8)] == ["shmring", "iceoryx2"]
+    chosen = PLAN.chosen(["4 KB, 1 producer, window 1"], ["pyzmq"])
+    assert chosen.cases == {Case(4096): ["shmring", "pyzmq"], Case(4096, window=1): ["shmring", "pyzmq"]}
 
 
 def test_a_quick_run_has_what_targets_are_about() -> None:
-    cases = quick_plan()
+    cases = QUICK_PLAN.cases
     assert {case.nbytes for case in cases} == {4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20}
     assert cases[Case(64 << 10, producers=8)] == ["shmring"]
     assert set(cases[Case(8 << 20, window=1)]) == {"shmring", "shmring-in-place"}
@@ -99,24 +100,26 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> type[Pretended]:
     return Pretended
 
 
-def cases(*sizes: int, peers: Sequence[str] = tuple(Pretended.speeds)) -> Plan:
-    return {Case(nbytes): peers for nbytes in sizes}
+def plan(*sizes: int, peers: Sequence[str] = tuple(Pretended.speeds)) -> Plan:
+    return dataclasses.replace(PLAN, cases={Case(nbytes): peers for nbytes in sizes}, timing=TIMING)
 
 
-def measured(*sizes: int) -> tuple[Measured, Coverage]:
-    *_, last = transport.measure(cases(*sizes), TIMING)
-    return last
+def measured(*sizes: int, peers: Sequence[str] = tuple(Pretended.speeds)) -> Runs:
+    runs = Runs(plan(*sizes, peers=peers))
+    transport.measure(runs)
+    return runs
 
 
 @pytest.mark.usefixtures("pretended")
-def test_what_was_measured_so_far_is_there_after_each_size() -> None:
-    kept = [coverage.summary() for _, coverage in transport.measure(cases(4096, 8192), TIMING)]
+def test_what_was_measured_so_far_is_kept_after_each_size() -> None:
+    kept: list[str] = []
+    transport.measure(Runs(plan(4096, 8192), lambda findings: kept.append(findings.coverage.summary())))  # type: ignore[union-attr]
     assert kept == ["3 of 6 measurements in 2 cases, 3 missing", "6 of 6 measurements in 2 cases"]
 
 
 @pytest.mark.usefixtures("pretended")
 def test_repetitions_are_interleaved_and_ratios_taken_within_them(capsys: pytest.CaptureFixture[str]) -> None:
-    found, _ = measured(4096)
+    found = measured(4096).measured
     order = [line.split(", ")[-2] for line in capsys.readouterr().err.splitlines()]
     titles = [PEERS[name].title.split(", ")[-1] for name in Pretended.speeds]
     assert order == [*titles, *reversed(titles), *titles]
@@ -126,10 +129,10 @@ def test_repetitions_are_interleaved_and_ratios_taken_within_them(capsys: pytest
 
 @pytest.mark.usefixtures("pretended")
 def test_copies_are_timed_beside_the_peers() -> None:
-    *_, (found, coverage) = transport.measure({Case(4096): ["shmring", MEMCPY]}, TIMING)
-    assert coverage.complete
-    assert all(run.messages_per_s > 1000 for run in found[Case(4096)][MEMCPY])
-    report = transport.report(found, coverage, TIMING)
+    runs = measured(4096, peers=["shmring", MEMCPY])
+    assert runs.coverage().complete
+    assert all(run.messages_per_s > 1000 for run in runs.measured[Case(4096)][MEMCPY])
+    report = runs.findings()
     assert [row[0] for row in report.tables[0].rows] == ["shmring, one copy", "memcpy, cold"]
     assert [stored.peer for stored in report.results] == ["shmring"]
 
@@ -138,8 +141,9 @@ def test_a_peer_that_fails_is_reported_and_the_others_go_on(
     pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretended, "fails", [("inline-msgpack", 4096)])
-    found, coverage = measured(4096, 8192)
-    assert [(gap.subject, gap.case, gap.reason) for gap in coverage.gaps] == [
+    runs = measured(4096, 8192)
+    found = runs.measured
+    assert [(gap.subject, gap.case, gap.reason) for gap in runs.coverage().gaps] == [
         ("inline-msgpack", Case(4096).title, "inline-msgpack broke")
     ]
     assert list(found[Case(4096)]) == ["shmring", "torch-queue"]
@@ -152,9 +156,9 @@ def test_without_the_baseline_there_is_nothing_to_compare_and_the_others_go_on(
     pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretended, "fails", [("shmring", 4096)])
-    found, coverage = measured(4096)
-    assert coverage.summary() == "2 of 3 measurements in 1 case, 1 failed"
-    assert transport.report(found, coverage, TIMING).tables[1].rows == [
+    findings = measured(4096).findings()
+    assert findings.failures == 1
+    assert findings.tables[1].rows == [
         ["inline msgpack, same socket", ""], ["torch.multiprocessing.Queue", ""],
     ]  # fmt: skip
 
@@ -162,21 +166,20 @@ def test_without_the_baseline_there_is_nothing_to_compare_and_the_others_go_on(
 def test_a_peer_that_is_missing_or_can_not_is_reported(pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PEERS["torch-queue"], "requires", "no-such-distribution", raising=False)
     monkeypatch.setattr(PEERS["inline-msgpack"], "limits", lambda cell: "too large" if cell.nbytes > 4096 else None)
-    found, coverage = measured(4096, 8192)
-    assert list(coverage.lines()) == [
+    runs = measured(4096, 8192)
+    assert list(runs.coverage().lines()) == [
         ("all", "torch-queue", "not possible: not installed: pip install no-such-distribution"),
         (Case(8192).title, "inline-msgpack", "not possible: too large"),
     ]
     assert pretended.started == ["shmring", "inline-msgpack"]
-    assert transport.report(found, coverage, TIMING).failures == 0
+    assert runs.findings().failures == 0
 
 
 def test_processes_that_do_not_fit_into_memory_are_not_started(
     pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(groups.psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * groups._PROCESS_NBYTES))
-    _, coverage = measured(4096)
-    assert [(gap.subject, gap.reason) for gap in coverage.gaps] == [
+    assert [(gap.subject, gap.reason) for gap in measured(4096).coverage().gaps] == [
         ("torch-queue", "there is too little memory for its processes")
     ]
     assert pretended.started == ["shmring", "inline-msgpack"]
@@ -196,10 +199,10 @@ def test_processes_that_do_not_start_again_are_ended(pretended: type[Pretended],
 
     monkeypatch.setattr(groups, "PeerGroup", Dying)
     monkeypatch.setattr(Dying, "fails", [("inline-msgpack", 4096)])
-    runs = transport.Repetitions[Case, Measurement](cases(4096, 8192), 1, lambda case: case.title)
+    runs = Runs(dataclasses.replace(plan(4096, 8192), timing=Timing(1, 0.1)))
     with groups.Groups(PEERS, TIMING) as running:
         running.prepare(runs, [Case(4096), Case(8192)])
-        runs.measure([Case(4096), Case(8192)], running.run)
+        runs.measure(running.run)
         assert ended == ["inline-msgpack"] * 2
     assert [gap.reason for gap in runs.coverage().gaps] == ["inline-msgpack broke", "no memory"]
 
@@ -213,7 +216,7 @@ def test_a_run_that_is_broken_off_ends_its_processes_at_once(monkeypatch: pytest
         raise OSError("no space is left")
 
     monkeypatch.setattr(command_line, "write_json", refuse)
-    arguments = ["--size", "4KiB", "--producers", "1", "--window", "16", "--peer", "torch-queue"]
+    arguments = ["--case", "4 KB, 1 producer, window 16", "--peer", "torch-queue"]
     done = CliRunner().invoke(main, ["transport", *arguments, "--json", str(tmp_path / "x.json")])
     assert isinstance(done.exception, OSError)
     assert ended == ["shmring", "torch-queue"]
@@ -231,9 +234,9 @@ def test_sources_are_those_of_before_the_run_whose_result_may_change_a_file_of_t
     stored: list[str] = []
     monkeypatch.setattr(command_line, "write_json", lambda findings, path: stored.append(findings.machine.commit))
     path = tmp_path / "x.json"
-    arguments = ["--size", "4KiB", "--size", "8KiB", "--producers", "1", "--window", "16", "--peer", "torch-queue"]
+    arguments = ["--case", "4 KB, 1 producer", "--peer", "torch-queue"]
     CliRunner().invoke(main, ["transport", *arguments, "--json", str(path)])
-    assert stored == ["clean"] * 2
+    assert stored == ["clean"] * 2, "after the one size, and at the end"
 
 
 @pytest.mark.slow
@@ -241,7 +244,7 @@ def test_sources_are_those_of_before_the_run_whose_result_may_change_a_file_of_t
 def test_the_command_prints_tables_and_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("signal.signal", lambda *arguments: None)  # this process keeps its own handlers
     path = tmp_path / "results.json"
-    arguments = ["--size", "4KiB", "--producers", "1", "--window", "16", "--peer", "multiprocessing-queue"]
+    arguments = ["--case", "4 KB, 1 producer, window 16", "--peer", "multiprocessing-queue", "--peer", MEMCPY]
     arguments += ["--repetitions", "2", "--seconds", "0.1", "--json", str(path)]
     outcome = CliRunner().invoke(main, ["transport", *arguments])
     assert outcome.exit_code in (0, 1), outcome.output
@@ -266,61 +269,25 @@ def test_the_command_prints_tables_and_writes_json(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("fails", "code", "last"),
-    [((), 1, "target"), ([("torch-queue", 4096)], 3, "Error: 2 measurements failed: see the table")],
+    [((), 1, "1 target missed"), ([("torch-queue", 4096)], 3, "Error: 1 measurements failed: see the table")],
 )
 def test_a_missed_target_is_not_a_crash(
     pretended: type[Pretended], monkeypatch: pytest.MonkeyPatch, fails: Sequence[tuple[str, int]], code: int, last: str
 ) -> None:
     names = tuple(pretended.speeds)
-    monkeypatch.setattr(transport, "quick_plan", lambda: cases(4096, 65536, peers=names))
-    monkeypatch.setattr(pretended, "speeds", dict.fromkeys(names, 1.0))  # as fast as ours, of which we want 30 times
-    monkeypatch.setattr(pretended, "fails", [*fails, *((name, 65536) for name, _ in fails)])
-    outcome = CliRunner().invoke(main, ["quick"])
+    monkeypatch.setattr(pretended, "speeds", {"shmring": 10.0, "inline-msgpack": 1.0, "torch-queue": 1.0})  # we want 30 times
+    monkeypatch.setattr(pretended, "fails", fails)
+    command = command_of(dataclasses.replace(plan(4096, 65536, peers=names), mode="quick"), quick_command)
+    outcome = CliRunner().invoke(command)
     assert outcome.exit_code == code
     assert "torch.multiprocessing.Queue" in outcome.stdout  # the table of targets is there in both cases
     assert "…" not in outcome.stdout, "of no number a part is cut off"
     assert last in outcome.stderr.splitlines()[-1]
-    assert ("missed" in outcome.stderr.splitlines()[-1]) is not bool(fails)
-
-
-@pytest.mark.parametrize(("second", "code", "measured"), [(1000.0, 0, "1e+03 x"), (10.0, 1, "10 x")])
-@pytest.mark.usefixtures("pretended")
-def test_what_is_missed_is_measured_again_and_longer_and_that_counts(
-    monkeypatch: pytest.MonkeyPatch, second: float, code: int, measured: str
-) -> None:
-    cells: list[Cell] = []
-
-    class Disturbed(Pretended):
-        def run(self, cell: Cell) -> Measurement:
-            cells.append(cell)
-            short = cell.timed_s < 0.5
-            self.speeds = {"shmring": 100.0, "torch-queue": 10.0 if short and cell.nbytes == 4096 else 100.0 / second}
-            return super().run(cell)
-
-    monkeypatch.setattr(groups, "PeerGroup", Disturbed)
-    monkeypatch.setattr(transport, "quick_plan", lambda: cases(4096, 65536, peers=("shmring", "torch-queue")))
-    outcome = CliRunner().invoke(main, ["quick"])
-    assert outcome.exit_code == code, outcome.output
-    assert {cell.nbytes for cell in cells if cell.timed_s == 0.5} == ({4096, 65536} if code else {4096})  # only what misses it
-    assert ("1 target missed" in outcome.stderr) is bool(code)
-    (row,) = [
-        line for line in outcome.stdout.splitlines() if "messages/s of torch.multiprocessing.Queue" in line and "4 KB" in line
-    ]
-    assert measured in row
-    assert "at first 10 x" in outcome.stdout
-
-
-@pytest.mark.usefixtures("pretended")
-def test_only_the_cases_and_peers_of_missed_targets_are_measured_again() -> None:
-    found, _ = measured(4096, 65536, 1 << 20, 8 << 20)
-    (slow,) = [target for target in TARGETS if target.judge(found).met is False and "torch.m" in target.what]
-    assert slow.at == "4 KB, 64 KB"
-    assert decisive(found, [slow]) == cases(4096, 65536, peers=["shmring", "torch-queue"])
 
 
 @pytest.mark.slow
 def test_whoever_stops_it_stops_all_of_it(run_python: Callable[..., Process]) -> None:
-    command = ["-m", "bench", "transport", "--size", "4KiB", "--peer", "shmring", "--seconds", "60"]
+    command = ["-m", "bench", "transport", "--case", "4 KB, 1 producer", "--peer", "shmring", "--seconds", "60"]
     running = run_python(*command, cwd=ROOT, stderr=subprocess.STDOUT)
     while "repetition 1" not in (line := running.line()):
         assert line, "it ended by itself"
@@ -330,12 +297,6 @@ def test_whoever_stops_it_stops_all_of_it(run_python: Callable[..., Process]) ->
     assert running.wait(30) == 128 + signal.SIGTERM
     _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
-
-
-def test_sizes_must_be_whole_numbers_of_stamps() -> None:
-    result = CliRunner().invoke(main, ["transport", "--size", "4097"])
-    assert result.exit_code == 2
-    assert "multiple of 4 bytes" in result.output
 
 
 @for_each(("nbytes", "text"), [(65536, "64 KB"), (16 << 20, "16 MB"), (1000, "1000 B")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from bench.repetitions import Repetitions
-from bench.results import Coverage
+from bench import command_line
+from bench.plan import Runs, Timing
 from bench.serving.load import Latency
 from bench.vllm import command, load, workers
-from bench.vllm.command import report, vllm_command
+from bench.vllm.command import PLAN, vllm_command
 from bench.vllm.load import CASES, SIDES, WAYS, Case, Fleet, Measurement, Way, fleets, for_a_while
 from tests.tables import for_each
 
@@ -53,7 +54,7 @@ def test_ratios_are_those_of_the_same_repetition_and_decide_the_targets() -> Non
         "inline": [measurement(15), measurement(30), measurement(10)],
         "torch_shm": [measurement(30), measurement(60), measurement(15)],
     }
-    findings = report({jpeg: measured}, Coverage.of([], {}), "vllm 0.32")
+    findings = PLAN.findings({jpeg: measured})
     verdicts = {(verdict.what, verdict.detail): verdict.met for verdict in findings.targets if verdict.met is not None}
     assert verdicts == {
         ("vLLM, JPEG sent again, 8 at a time: requests/s of inline", "inline: 2"): True,
@@ -74,20 +75,21 @@ def test_the_lag_is_that_of_all_repetitions() -> None:
         "shmring": [measurement(6, lags_ms=short), measurement(6, lags_ms=[*short, 2.0]), measurement(6, lags_ms=long)],
         "inline": [measurement(5, lags_ms=[2.0] * 100)] * 3,
     }
-    findings = report({new: measured}, Coverage.of([], {}), "")
+    findings = PLAN.findings({new: measured})
     [lag] = [verdict for verdict in findings.targets if "lag" in verdict.what]
     assert (lag.met, lag.detail) == (True, "inline: 0.5")  # one long wait in three hundred is beyond the 99th percentile
 
 
 def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
     case = Case(Fleet(416, 1), "new", 1)
-    findings = report({case: {"shmring": [measurement(3)]}}, Coverage.of([], {}), "")
+    findings = PLAN.findings({case: {"shmring": [measurement(3)]}})
     assert {verdict.met for verdict in findings.targets} == {None}
 
 
-def test_an_environment_without_vllm_is_told_how_to_get_one(tmp_path: Path) -> None:
-    done = CliRunner().invoke(vllm_command, ["--environment", str(tmp_path)])
-    assert done.exit_code == 2
+def test_an_environment_without_vllm_is_told_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "ROOT", tmp_path)
+    done = CliRunner().invoke(vllm_command)
+    assert done.exit_code == 3
     assert "has no vLLM; `make test-vllm` makes an environment that has" in done.output
 
 
@@ -114,7 +116,7 @@ def test_a_repetition_is_long_enough_to_be_believed(monkeypatch: pytest.MonkeyPa
 
 @for_each(("count", "lengths"), [(1, [1]), (2, [1, 1]), (5, [2, 2, 1]), (12, [4, 4, 4]), (13, [6, 6, 1])])
 def test_servers_are_started_for_parts_in_which_each_way_is_first_as_often(count: int, lengths: list[int]) -> None:
-    parts = Repetitions[str, str]({}, count, str).parts(3)
+    parts = Runs(dataclasses.replace(PLAN, timing=Timing(count))).parts(3)
     assert [len(range(count)[part]) for part in parts] == lengths
     assert [number for part in parts for number in range(count)[part]] == list(range(count))
 
@@ -150,11 +152,11 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
     monkeypatch.setattr(load, "measure", measure)
     monkeypatch.setattr(command, "_versions", lambda _: "")
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # this process goes on after the command
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "vllm").touch()
+    (tmp_path / ".venv-vllm" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv-vllm" / "bin" / "vllm").touch()
     path = tmp_path / "vllm.json"
-    monkeypatch.setattr(load, "CASES", CASES[3:4])
-    options = ["--repetitions", "3", "--environment", str(tmp_path), "--json", str(path)]
+    monkeypatch.setattr(command_line, "ROOT", tmp_path)
+    options = ["--repetitions", "3", "--case", PLAN.title(CASES[3]), "--json", str(path)]
     done = CliRunner().invoke(vllm_command, options)
     assert done.exit_code == 3, done.output
     assert started == ["shmring", "inline", "torch_shm", "shmring"]  # nor is what did not start started again
@@ -170,7 +172,7 @@ def test_every_column_and_target_of_workers_is_of_what_was_measured() -> None:
         return workers.WorkersRun(dict.fromkeys(("APIServer", "EngineCore", "Worker"), cpu_ms), p50_ms, 1e5 / p50_ms, "abc")
 
     ways = {"shmring": [run(1.0, 100.0)], "MessageQueue": [run(20.0, 200.0)], "its arena": [run(20.0, 200.0)]}
-    findings = workers.report(dict.fromkeys(workers.KINDS, ways), Coverage([], []), "")
+    findings = workers.PLAN.findings(dict.fromkeys(workers.KINDS, ways))
     assert findings.tables[0].rows[:2] == [
         ["short", "shmring", "3.0", "1.0", "1.0", "1.0", "", "100.0", "1,000", "abc"],
         ["short", "MessageQueue", "60.0", "20.0", "20.0", "20.0", "0.05 x", "200.0", "500", "abc"],
