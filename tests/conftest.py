@@ -529,6 +529,14 @@ def socket_dir() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@pytest.fixture(scope="module")
+def runtime_directory() -> Iterator[Path]:
+    """The same for all tests of a file: for the sockets of a server, and its log."""
+    path = Path(tempfile.mkdtemp(prefix="shmr-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
 @pytest.fixture
 async def serve(socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmring.Ring]]]:
     """``await serve(handler=None, name="test", **options)``: a small ring, with ``ring.run(handler)`` if there is one.

@@ -15,7 +15,8 @@ import shmring
 from shmring.threads.callers_loop import CallersLoop
 from shmring.threads.loop_calls import LoopCall, LoopRunner, _Question
 from shmring.threads.loop_thread import LoopThread
-from tests.test_threads import Thread, eventually
+from tests.test_threads import Thread
+from tests.waiting import until
 
 
 class End:
@@ -107,11 +108,11 @@ def test_a_question_that_was_answered_in_time_is_forgotten(runner: LoopRunner) -
     before = questions()
     later: list[LoopCall] = []
     asking = Thread(runner.ask, 3600.0, "an answer", later.append)
-    eventually(lambda: later)
+    until(lambda: later)
     runner.at_once(later.pop().answer, "answered")
     assert asking.ended() == "answered"
     del asking
-    eventually(lambda: questions() == before)
+    until(lambda: questions() == before)
 
 
 def test_an_error_is_freed_with_the_last_that_holds_it(runner: LoopRunner) -> None:
@@ -141,7 +142,7 @@ def test_what_one_thread_posts_fails_in_no_other(runner: LoopRunner) -> None:
     with Held(runner):
         runner.post(fail)
         runner.post(done.append, 1)
-    eventually(lambda: done == [1])
+    until(lambda: done == [1])
     assert [type(context["exception"]) for context in reported] == [Odd]
 
 
@@ -149,7 +150,7 @@ def test_a_loop_that_sleeps_is_woken_by_what_another_thread_does(runner: LoopRun
     monkeypatch.setattr("shmring.threads.callers_loop.LOOK_UP_S", 15.0)  # longer than this waits for anything
     later: list[LoopCall] = []
     asking = Thread(runner.ask, None, "an answer", later.append)
-    eventually(lambda: later and getattr(runner, "_is_asleep", True))
+    until(lambda: later and getattr(runner, "_is_asleep", True))
     runner.at_once(later.pop().answer, "answered")
     assert asking.ended() == "answered"
 
@@ -173,7 +174,7 @@ def test_what_waits_is_cancelled_before_its_end_closes(runner: LoopRunner, end: 
 
     end.closing = close
     waiting = Thread(runner.call, wait)
-    eventually(lambda: runner._running)
+    until(lambda: runner._running)
     runner.close()
     with pytest.raises(shmring.ClosedError):
         waiting.ended()
@@ -185,9 +186,9 @@ def test_a_call_that_comes_while_its_end_closes_is_not_carried_out(runner: LoopR
     with Held(runner):
         late = Thread(runner.call, done.append, 1)
         if not runner.is_direct:
-            eventually(lambda: runner._queue)
+            until(lambda: runner._queue)
         closing = Thread(runner.close)
-        eventually(lambda: not runner.is_open)
+        until(lambda: not runner.is_open)
     closing.ended()
     with pytest.raises(shmring.ClosedError):
         late.ended()

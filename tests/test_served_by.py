@@ -19,7 +19,8 @@ import torch
 import shmring
 from shmring import threads
 from tests.nursery import Nursery
-from tests.test_threads import Thread, eventually, interrupted, is_whole
+from tests.test_threads import Thread, interrupted, is_whole
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -79,7 +80,7 @@ def served(ring: threads.Ring, condition: Callable[[], Any]) -> Any:
         ring._thread.turn()
         return condition()
 
-    return eventually(look)
+    return until(look)
 
 
 def answering(worker: threads.Worker) -> Thread:
@@ -175,7 +176,7 @@ def test_slots_of_shared_claims_go_back_while_others_are_called(serve: Any, join
         worker.receive(10).leave()
         return client.statistics().slots_in_use == 0
 
-    eventually(is_back)
+    until(is_back)
 
 
 def test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits(
@@ -186,14 +187,14 @@ def test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits(
     runner = ring._thread
     with threads.connect("test", socket_dir=str(socket_dir)) as client:  # nobody calls
         client.submit_nowait(torch.ones(5000))
-        eventually(lambda: ring.untaken == 1)
+        until(lambda: ring.untaken == 1)
         assert ring.claim_nowait().payload.sum() == 5000
-    eventually(lambda: runner._leader == -1)
+    until(lambda: runner._leader == -1)
     with pytest.raises(TimeoutError):
         ring.claim(0.01)
-    eventually(lambda: runner._leader == -1)  # again
+    until(lambda: runner._leader == -1)  # again
     waiting = Thread(ring.claim)
-    eventually(lambda: runner._leader == waiting.ident)
+    until(lambda: runner._leader == waiting.ident)
     ring.close()
     with pytest.raises(shmring.ClosedError):
         waiting.ended()
@@ -210,7 +211,7 @@ def test_a_thread_that_stands_by_does_nothing_as_long_as_there_are_calls(serve: 
             call()
         assert runner._do(runner._lead_if_idle) > 1800  # it looks again when nobody has called until then
     waiting = Thread(ring.claim)
-    eventually(lambda: runner._is_asleep)
+    until(lambda: runner._is_asleep)
     runner._called_s -= 7200
     assert runner._do(runner._lead_if_idle) < 1800  # another thread leads, perhaps for hours
     ring.close()
@@ -311,7 +312,7 @@ def test_a_reply_that_comes_while_the_engine_looks_rings_no_bell(serve: Any, joi
         assert ring.gather("x", timeout=20, busy_poll_s=0.1) == ["x"]
         return worker._connection._writer.bells == bells
 
-    eventually(looked)
+    until(looked)
     ring.close()
     answers.ended()
 
@@ -370,11 +371,11 @@ def test_who_waits_is_told_by_the_thread_that_answers_it(serve: Any, monkeypatch
     ring = serve("callers")
     runner = ring._thread
     waiting = [Thread(ring.claim) for _ in range(2)]
-    eventually(lambda: runner._is_asleep and len(runner._running) == 2)
+    until(lambda: runner._is_asleep and len(runner._running) == 2)
     calls = list(runner._running)
     for call in (calls[1], calls[0]):
         runner.at_once(call.answer, "found")
-        eventually(lambda: sum(thread.is_alive() for thread in waiting) == len(runner._running))
+        until(lambda: sum(thread.is_alive() for thread in waiting) == len(runner._running))
     assert [thread.ended() for thread in waiting] == ["found", "found"]
 
 
@@ -383,7 +384,7 @@ def test_who_follows_leads_when_the_leader_has_left(serve: Any, connect: Any, mo
     ring = serve("callers")
     runner, client = ring._thread, connect(ring)
     waiting = [Thread(ring.claim) for _ in range(3)]
-    eventually(lambda: runner._is_asleep and len(runner._running) == 3)
+    until(lambda: runner._is_asleep and len(runner._running) == 3)
     for number in range(3):
         client.submit_nowait(number)
     assert sorted(thread.ended().payload for thread in waiting) == [0, 1, 2]
@@ -447,7 +448,7 @@ def test_what_is_posted_is_carried_out_while_another_thread_waits(serve: Any, co
     submission = client.submit_nowait("x")
     claim = ring.claim(10)
     waiting = Thread(ring.claim)
-    eventually(lambda: ring._thread._is_asleep)
+    until(lambda: ring._thread._is_asleep)
     claim.done()
     assert claim.ended
     submission.wait(timeout=10)
@@ -485,7 +486,7 @@ def test_a_signal_handler_may_close_the_ring_that_its_thread_waits_for(serve: An
     before = signal.signal(signal.SIGUSR1, close)
     try:
         main = threading.get_ident()
-        sending = Thread(lambda: (eventually(lambda: ring._thread._is_asleep), signal.pthread_kill(main, signal.SIGUSR1)))
+        sending = Thread(lambda: (until(lambda: ring._thread._is_asleep), signal.pthread_kill(main, signal.SIGUSR1)))
         with pytest.raises(shmring.ClosedError):
             ring.claim()
         sending.ended()
@@ -508,7 +509,7 @@ def test_a_signal_handler_may_not_wait_where_its_thread_waits(serve: Any, join: 
     before = signal.signal(signal.SIGUSR1, wait)
     try:
         main = threading.get_ident()
-        sending = Thread(lambda: (eventually(lambda: ring._thread._is_asleep), signal.pthread_kill(main, signal.SIGUSR1)))
+        sending = Thread(lambda: (until(lambda: ring._thread._is_asleep), signal.pthread_kill(main, signal.SIGUSR1)))
         with pytest.raises(TimeoutError):
             ring.claim(1)
         sending.ended()
@@ -549,7 +550,7 @@ def test_closing_ends_every_wait_and_twice_is_once(serve: Any, join: Any, served
     worker = join(ring)
     waiting = [Thread(wait) for wait in (ring.claim, ring.claim, lambda: ring.gather("x"), lambda: ring.wait_workers(5))]
     runner = ring._thread
-    eventually(lambda: len(runner._running) == 4 and runner._leader)
+    until(lambda: len(runner._running) == 4 and runner._leader)
     closing = [Thread(ring.close) for _ in range(3)]
     for thread in closing:
         thread.ended()
@@ -582,6 +583,7 @@ def test_a_program_that_ends_without_closing_ends_quietly(
     program = f"""
 import threading, torch
 from shmring import threads
+from tests.waiting import until
 options = {{"socket_dir": {str(socket_dir)!r}}}
 ring = threads.serve("test", slab_nbytes="1MiB", broadcast_nbytes="1MiB", served_by={served_by!r}, **options)
 joining = threading.Thread(target=lambda: joined.append(threads.join("test", 0, **options)))
@@ -625,7 +627,7 @@ def test_a_forked_child_can_not_use_it_and_does_its_parent_no_harm(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert ring.gather("y", timeout=20) == ["y"]
     waiting = Thread(ring.claim)  # a thread that sleeps is still woken
-    eventually(lambda: ring._thread._is_asleep)
+    until(lambda: ring._thread._is_asleep)
     Thread(ring.close).ended()
     with pytest.raises(shmring.ClosedError):
         waiting.ended()

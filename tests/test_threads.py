@@ -10,7 +10,6 @@ import select
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,17 +27,9 @@ from shmring.threads.loop_calls import LoopCall
 from shmring.threads.loop_thread import LoopThread
 from tests.integration.test_forged import Forger
 from tests.nursery import Forked, Nursery
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def eventually(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
-    """Polls a condition, and fails when the time is up."""
-    deadline = time.monotonic() + timeout
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"not true within {timeout} s"
-        time.sleep(0.002)
-    return result
 
 
 def is_whole(ring: threads.Ring) -> bool:
@@ -156,7 +147,7 @@ def test_a_request_is_answered(client: threads.Client, ring: threads.Ring) -> No
     assert client.connected
     client.wait_connected(5)
     client.wait_prefaulted(5)
-    eventually(lambda: is_whole(ring))
+    until(lambda: is_whole(ring))
 
 
 def test_a_stream_yields_replies_and_leaving_it_early_aborts(client: threads.Client, ring: threads.Ring) -> None:
@@ -187,7 +178,7 @@ def test_a_stream_ends_though_the_error_that_left_it_is_kept(client: threads.Cli
     claim = claims.ended()
     with pytest.raises(Stop) as caught:
         stream.throw(Stop())  # type: ignore[attr-defined]  # it is a generator
-    eventually(lambda: claim.aborted)
+    until(lambda: claim.aborted)
     claim.release()
     del caught
 
@@ -196,7 +187,7 @@ def test_a_stream_keeps_no_reply_that_its_reader_has_dropped(client: threads.Cli
     stream = client.stream("two")
     claims = Thread(lambda: (claim := ring.claim(10), claim.reply(torch.ones(5000)))[0])
     assert next(stream).sum() == 5000
-    eventually(lambda: client.statistics().reply_slots_held == 0)
+    until(lambda: client.statistics().reply_slots_held == 0)
     claims.ended().done("second")
     assert list(stream) == ["second"]
 
@@ -209,7 +200,7 @@ def test_several_slots_are_acquired_at_once(client: threads.Client) -> None:
         with slot:
             assert client.request(slot.tensor((3000,), torch.uint8).fill_(1), timeout=5).sum() == 3000
     assert client.statistics().copies == 0
-    eventually(lambda: client.statistics().slots_writing == client.statistics().slots_submitted == 0)
+    until(lambda: client.statistics().slots_writing == client.statistics().slots_submitted == 0)
     with pytest.raises(ValueError, match="at least one"):
         client.slots([])
 
@@ -221,7 +212,7 @@ def test_attributes_say_what_those_of_the_asyncio_client_say(serve: Any, connect
     assert client.kept_nbytes == 128 << 10
     assert (client.names, client.lost_error, client.closed) == (("test",), None, False)
     ring.close()
-    eventually(lambda: not client.connected)
+    until(lambda: not client.connected)
     assert (client.epoch, client.client_id, client.kept_nbytes) == (0, 0, 0)
 
 
@@ -242,8 +233,8 @@ def test_what_was_written_into_a_slot_is_sent_from_there(client: threads.Client,
     assert client.statistics().in_place == 2
     assert client.statistics().copies == 0
     del reply
-    eventually(lambda: client.statistics().slots_writing == client.statistics().slots_submitted == 0)
-    eventually(lambda: is_whole(ring))
+    until(lambda: client.statistics().slots_writing == client.statistics().slots_submitted == 0)
+    until(lambda: is_whole(ring))
 
 
 def test_errors_are_those_of_the_asyncio_end(client: threads.Client, ring: threads.Ring) -> None:
@@ -293,7 +284,7 @@ def test_errors_are_those_of_the_asyncio_end(client: threads.Client, ring: threa
     assert client.abort("mine") == 1
     with pytest.raises(shmring.AbortedError):
         named.result()
-    eventually(lambda: claim.aborted)
+    until(lambda: claim.aborted)
     with pytest.raises(shmring.AbortedError):
         claim.reply("too late")
     claim.release()
@@ -332,17 +323,17 @@ def test_every_wait_ends_with_its_timeout_and_leaves_nothing(ring: threads.Ring,
     for what, wait in waits:
         with pytest.raises(TimeoutError, match=f"longer than the 0.01 s it was given: {what}"):
             wait()
-        eventually(lambda: client.statistics().in_flight == 0)
-    eventually(lambda: client.statistics().in_flight == client.statistics().waiting == 0 == ring.untaken)
+        until(lambda: client.statistics().in_flight == 0)
+    until(lambda: client.statistics().in_flight == client.statistics().waiting == 0 == ring.untaken)
     submission = client.submit("later")
     for wait_for in (submission.next, submission.wait, submission.result):  # only the last one aborts the request
         with pytest.raises(TimeoutError, match=r"0\.01 s it was given: at 'test': the engine's reply; 1 requests"):
             wait_for(timeout=0.01)
     with pytest.raises(shmring.AbortedError):
         submission.wait()
-    eventually(lambda: ring.untaken == 0)
+    until(lambda: ring.untaken == 0)
     held.close()
-    eventually(lambda: is_whole(ring) and client.statistics().slots_writing == 0)
+    until(lambda: is_whole(ring) and client.statistics().slots_writing == 0)
 
 
 # -- taking one request -------------------------------------------------------------------------------------------------
@@ -350,7 +341,7 @@ def test_every_wait_ends_with_its_timeout_and_leaves_nothing(ring: threads.Ring,
 
 def test_a_request_is_taken_whether_it_came_before_or_comes_later(ring: threads.Ring, client: threads.Client) -> None:
     first, second = client.submit("first"), client.submit("second")
-    eventually(lambda: ring.untaken == 2)
+    until(lambda: ring.untaken == 2)
     taken = ring.take(client.client_id, second.request_id, 5)
     assert (taken.payload, taken.client_id, taken.request_id) == ("second", client.client_id, second.request_id)
     waiting = Thread(ring.take, client.client_id, second.request_id + 1, 10)
@@ -367,20 +358,20 @@ def test_a_request_is_taken_whether_it_came_before_or_comes_later(ring: threads.
 @in_a_thread_of_its_own
 def test_what_has_arrived_is_taken_without_the_loop(ring: threads.Ring, client: threads.Client) -> None:
     submission = client.submit(torch.ones(5000))
-    eventually(lambda: ring.untaken == 1)
+    until(lambda: ring.untaken == 1)
     go_on = threading.Event()
     ring._thread.post(go_on.wait)  # the loop's thread is busy until this is set
     claim = ring.take(client.client_id, submission.request_id)
     assert claim.payload.sum() == 5000
     claim.done()
     go_on.set()
-    eventually(lambda: is_whole(ring))
+    until(lambda: is_whole(ring))
 
 
 def test_whoever_waits_for_a_request_gets_it_before_those_who_wait_for_any(ring: threads.Ring, client: threads.Client) -> None:
     anybody = [Thread(ring.claim, 10) for _ in range(3)]
     taker = Thread(ring.take, client.client_id, 1, 10)
-    eventually(lambda: ring._arrivals._takers and len(ring._arrivals._claimers) == 3)
+    until(lambda: ring._arrivals._takers and len(ring._arrivals._claimers) == 3)
     client.submit("for the taker")
     assert taker.ended().payload == "for the taker"
     for number in range(3):
@@ -393,12 +384,12 @@ def test_what_can_not_be_taken_says_why_at_once(serve: Any, connect: Any) -> Non
     client = connect()
     number = client.client_id
     taken, aborted = client.submit({"a": 1}), client.submit({"b": 2})
-    eventually(lambda: ring.untaken == 2)
+    until(lambda: ring.untaken == 2)
     ring.take(number, taken.request_id).done()
     with pytest.raises(shmring.LocalProtocolError, match="taken before"):
         ring.take(number, taken.request_id)
     aborted.abort()
-    eventually(lambda: ring.untaken == 0)
+    until(lambda: ring.untaken == 0)
     with pytest.raises(shmring.AbortedError, match="aborted by its frontend"):
         ring.take(number, aborted.request_id)
     with pytest.raises(shmring.LocalProtocolError, match="has ended"):  # that was said once
@@ -407,7 +398,7 @@ def test_what_can_not_be_taken_says_why_at_once(serve: Any, connect: Any) -> Non
     with pytest.raises(shmring.RemoteProtocolError, match="can't be taken up: ValidationError"):
         ring.take(number, wrong.request_id)
     waiting = Thread(ring.take, number, 99)
-    eventually(lambda: ring._arrivals._takers)
+    until(lambda: ring._arrivals._takers)
     with pytest.raises(shmring.LocalProtocolError, match="two threads"):
         ring.take(number, 99)
     client.close()
@@ -424,12 +415,12 @@ def test_a_request_that_is_aborted_before_the_ring_has_read_it_is_no_riddle(ring
     ring._thread.post(go_on.wait)
     submission = client.submit("never mind")
     submission.abort()
-    eventually(lambda: client.statistics().aborted == 1)
+    until(lambda: client.statistics().aborted == 1)
     go_on.set()
-    eventually(lambda: ring.statistics().aborted == 1 and ring.untaken == 0)
+    until(lambda: ring.statistics().aborted == 1 and ring.untaken == 0)
     with pytest.raises(shmring.AbortedError, match="aborted by its frontend"):
         ring.take(client.client_id, submission.request_id)
-    eventually(lambda: is_whole(ring))
+    until(lambda: is_whole(ring))
 
 
 @in_a_thread_of_its_own
@@ -446,7 +437,7 @@ async def test_a_frontend_that_lies_is_disconnected_and_nothing_else(
     ring._thread.post(go_on.wait)
     await forger.send(forger.say(1), forger.say(msgspec.Raw(payload), request_id=2), forger.say(3, request_id=3))
     go_on.set()
-    eventually(lambda: ring.statistics().protocol_errors == 1 and ring.untaken == 0)
+    until(lambda: ring.statistics().protocol_errors == 1 and ring.untaken == 0)
     with pytest.raises((shmring.RemoteProtocolError, shmring.AbortedError)):
         waiting.ended()
     with pytest.raises(shmring.AbortedError, match="not connected"):
@@ -470,7 +461,7 @@ def test_what_nobody_takes_fails_after_a_while(serve: Any, connect: Any) -> None
     late = client.submit("taken in time")
     claim = ring.take(client.client_id, late.request_id, 5)
     client.submit("untaken")
-    eventually(lambda: ring.statistics().failed == 2)
+    until(lambda: ring.statistics().failed == 2)
     claim.done("the other one has failed meanwhile")
     assert late.result(timeout=5) == "the other one has failed meanwhile"
 
@@ -482,9 +473,9 @@ def test_many_requests_that_ended_untaken_are_remembered_up_to_a_limit(
     for _ in range(5):
         client.submit("x").abort()
     client.submit("last")
-    eventually(lambda: [request_id for _, request_id in list(ring._arrivals._ended)] == [3, 4, 5])
+    until(lambda: [request_id for _, request_id in list(ring._arrivals._ended)] == [3, 4, 5])
     client.close()
-    eventually(lambda: not ring._arrivals._ended)
+    until(lambda: not ring._arrivals._ended)
 
 
 FRONTEND = """
@@ -498,15 +489,15 @@ with threads.connect("test", **options) as client:
 def test_a_killed_frontends_requests_are_not_waited_for(ring: threads.Ring, start: Any) -> None:
     frontend = start(FRONTEND)
     client_id, request_id = map(int, frontend.says())
-    eventually(lambda: ring.untaken == 1)
+    until(lambda: ring.untaken == 1)
     waiting = Thread(ring.take, client_id, request_id + 1)
-    eventually(lambda: ring._arrivals._takers)
+    until(lambda: ring._arrivals._takers)
     frontend.process.kill()
     with pytest.raises(shmring.AbortedError, match="not connected"):
         waiting.ended()
     with pytest.raises(shmring.AbortedError):
         ring.take(client_id, request_id)
-    eventually(lambda: ring.statistics().free_nbytes == ring.statistics().leasable_nbytes)
+    until(lambda: ring.statistics().free_nbytes == ring.statistics().leasable_nbytes)
 
 
 def test_a_killed_frontends_claim_keeps_its_memory_until_it_is_done(ring: threads.Ring, start: Any) -> None:
@@ -521,18 +512,18 @@ def test_a_killed_frontends_claim_keeps_its_memory_until_it_is_done(ring: thread
     assert ring.statistics().free_nbytes < ring.statistics().leasable_nbytes
     claim.done()
     del claim
-    eventually(lambda: ring.statistics().free_nbytes == ring.statistics().leasable_nbytes)
+    until(lambda: ring.statistics().free_nbytes == ring.statistics().leasable_nbytes)
 
 
 def test_what_is_aborted_is_not_handed_out_either_before_its_callback_has_run(
     ring: threads.Ring, client: threads.Client
 ) -> None:
     submissions = [client.submit(number) for number in range(3)]
-    eventually(lambda: ring.untaken == 3)
+    until(lambda: ring.untaken == 3)
     claims = dict(ring._arrivals.claims)
     for submission in submissions[:2]:
         submission.abort()
-    eventually(lambda: ring.untaken == 1)
+    until(lambda: ring.untaken == 1)
     ring._arrivals.claims.update(claims)  # as it is between the abort and the callback in the loop
     ring._arrivals.claims.move_to_end((client.client_id, 3))
     with pytest.raises(shmring.AbortedError):
@@ -540,7 +531,7 @@ def test_what_is_aborted_is_not_handed_out_either_before_its_callback_has_run(
     last = ring.claim(5)
     assert last.payload == 2
     last.done()
-    eventually(lambda: is_whole(ring))
+    until(lambda: is_whole(ring))
 
 
 # -- many threads -------------------------------------------------------------------------------------------------------
@@ -579,7 +570,7 @@ def test_many_threads_share_both_ends(ring: threads.Ring, connect: Any) -> None:
     askers = [Thread(ask, client, number) for number, client in enumerate(clients * 4)]
     for asker in askers:
         asker.ended(60)
-    eventually(lambda: is_whole(ring) and ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
+    until(lambda: is_whole(ring) and ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
     for client in clients:
         now = client.statistics()
         assert (now.in_flight, now.waiting, now.slots_writing, now.slots_submitted) == (0, 0, 0, 0)
@@ -610,7 +601,7 @@ def test_a_long_copy_holds_up_nobody_else(
         client.submit_nowait(torch.ones(40_000, dtype=torch.uint8), ask=False)
     go_on.set()
     assert submitting.ended().result(timeout=10).sum() == 120_000
-    eventually(lambda: client.statistics().in_flight == client.statistics().slots_submitted == 0)
+    until(lambda: client.statistics().in_flight == client.statistics().slots_submitted == 0)
 
 
 # -- finalisers ---------------------------------------------------------------------------------------------------------
@@ -651,7 +642,7 @@ def test_finalisers_may_end_what_they_hold_in_any_thread(where: str, ring: threa
         submission.result(timeout=5)
     with pytest.raises(shmring.AbortedError):
         aborted.result(timeout=5)
-    eventually(lambda: client.statistics().slots_writing == client.statistics().slots_submitted == 0)
+    until(lambda: client.statistics().slots_writing == client.statistics().slots_submitted == 0)
 
 
 @in_a_thread_of_its_own
@@ -664,7 +655,7 @@ def test_ending_a_claim_does_not_wait_for_the_loop(ring: threads.Ring, client: t
     assert claim.released
     assert not submission.ended
     go_on.set()
-    eventually(lambda: submission.ended)
+    until(lambda: submission.ended)
 
 
 @in_a_thread_of_its_own
@@ -683,7 +674,7 @@ def test_callbacks_run_in_the_loops_thread_where_waiting_is_an_error(ring: threa
 
     claim.on_abort(callback)
     submission.abort()
-    eventually(lambda: len(errors) == 4)
+    until(lambda: len(errors) == 4)
     assert all("its own thread" in str(error) for error in errors)
     late = threading.Event()
     claim.on_abort(late.set)
@@ -704,7 +695,7 @@ def interrupted(when: Callable[[], Any]) -> Iterator[None]:
 
     def interrupt() -> None:
         assert begun.wait(10)
-        eventually(when)
+        until(when)
         signal.pthread_kill(main, signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever other tests have left
@@ -727,13 +718,13 @@ def test_an_interrupted_request_is_aborted(ring: threads.Ring, client: threads.C
 
     with interrupted(is_claimed):
         client.request({"x": torch.ones(5000)})
-    eventually(lambda: claims[0].aborted)
+    until(lambda: claims[0].aborted)
     claims.pop().done()
     submission = client.submit("x")
     with interrupted(lambda: submission._in_loop._waiter is not None):
         submission.result()
-    eventually(lambda: submission.ended and ring.untaken == 0)
-    eventually(lambda: client.statistics().in_flight == client.statistics().slots_submitted == 0)
+    until(lambda: submission.ended and ring.untaken == 0)
+    until(lambda: client.statistics().in_flight == client.statistics().slots_submitted == 0)
     assert is_whole(ring)
 
 
@@ -744,14 +735,14 @@ def test_an_interrupted_stream_is_aborted(ring: threads.Ring, client: threads.Cl
     def is_waited_for_again() -> bool:
         claims.append(ring.claim(10))
         claims[0].reply("first")
-        return bool(eventually(lambda: replies))
+        return bool(until(lambda: replies))
 
     with interrupted(is_waited_for_again):
         replies.extend(client.stream({"x": torch.ones(5000)}))
     assert replies == ["first"]
-    eventually(lambda: claims[0].aborted)
+    until(lambda: claims[0].aborted)
     claims.pop().done()
-    eventually(lambda: client.statistics().in_flight == client.statistics().slots_submitted == 0)
+    until(lambda: client.statistics().in_flight == client.statistics().slots_submitted == 0)
     assert is_whole(ring)
 
 
@@ -761,7 +752,7 @@ def test_an_interrupted_connect_leaves_no_thread(connect: Any, socket_dir: Path)
         mute.listen()
         with interrupted(lambda: select.select([mute], [], [], 0)[0]):  # the thread waits for the welcome
             connect("mute", connect_timeout_s=60)
-        eventually(lambda: not thread_names())
+        until(lambda: not thread_names())
 
 
 def test_an_interrupted_wait_for_space_passes_its_turn_on(ring: threads.Ring, connect: Any) -> None:
@@ -769,13 +760,13 @@ def test_an_interrupted_wait_for_space_passes_its_turn_on(ring: threads.Ring, co
     held = client.slot(800_000)
     with interrupted(lambda: client.statistics().waiting):
         client.slot(800_000)
-    eventually(lambda: client.statistics().waiting == 0)
+    until(lambda: client.statistics().waiting == 0)
     with interrupted(lambda: client.statistics().waiting):
         client.submit(torch.ones(800_000, dtype=torch.uint8))
-    eventually(lambda: client.statistics().waiting == 0)
+    until(lambda: client.statistics().waiting == 0)
     held.close()
     client.slot(800_000, timeout=5).close()
-    eventually(lambda: is_whole(ring) and client.statistics().slots_writing == 0)
+    until(lambda: is_whole(ring) and client.statistics().slots_writing == 0)
 
 
 @in_a_thread_of_its_own
@@ -784,7 +775,7 @@ def test_an_interrupted_thread_leaves_the_request_to_others(ring: threads.Ring, 
         ring.claim()
     with interrupted(lambda: ring._arrivals._takers):
         ring.take(client.client_id, 1)
-    eventually(lambda: not ring._arrivals._takers and not ring._arrivals._claimers)
+    until(lambda: not ring._arrivals._takers and not ring._arrivals._claimers)
     client.submit("still there")
     claim = ring.take(client.client_id, 1, 5)
     assert claim.payload == "still there"
@@ -798,12 +789,12 @@ class Stop(BaseException):
 @in_a_thread_of_its_own
 def test_an_exception_that_is_set_from_outside_ends_a_wait_for_what_never_comes(ring: threads.Ring) -> None:
     waiting = Thread(ring.claim)
-    eventually(lambda: ring._arrivals._claimers)
+    until(lambda: ring._arrivals._claimers)
     assert waiting.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting.ident), ctypes.py_object(Stop))
     with pytest.raises(Stop):
         waiting.ended()
-    eventually(lambda: not ring._arrivals._claimers)
+    until(lambda: not ring._arrivals._claimers)
 
 
 @in_a_thread_of_its_own
@@ -813,13 +804,13 @@ def test_an_exception_that_is_set_from_outside_gives_back_what_was_handed_over(
 ) -> None:
     """Python raises it when the wait is over, and by then the claim may be there."""
     waiting = Thread(ring.claim) if how == "claim" else Thread(ring.take, client.client_id, 1)
-    eventually(lambda: ring._arrivals._takers or ring._arrivals._claimers)
+    until(lambda: ring._arrivals._takers or ring._arrivals._claimers)
     assert waiting.ident is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting.ident), ctypes.py_object(Stop))
     submissions = [client.submit("first"), client.submit("second")]
     with pytest.raises(Stop):
         waiting.ended()
-    eventually(lambda: ring.untaken == 2 and not ring._thread._running)
+    until(lambda: ring.untaken == 2 and not ring._thread._running)
     assert [claim.payload for claim in (ring.claim_nowait(), ring.claim_nowait())] == ["first", "second"]
     del submissions
 
@@ -836,14 +827,14 @@ def test_an_exception_that_is_set_from_outside_gives_back_what_a_client_was_give
     for call in calls:
         held = client.slot(800_000, timeout=10)
         waiting = Thread(call)
-        eventually(lambda: client.statistics().waiting == 1)
+        until(lambda: client.statistics().waiting == 1)
         assert waiting.ident is not None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting.ident), ctypes.py_object(Stop))
         held.close()
         with pytest.raises(Stop):
             waiting.ended()
-        eventually(lambda: client.statistics().in_flight == client.statistics().slots_writing == 0)
-        eventually(lambda: ring.untaken == 0 and client.statistics().slots_submitted == 0)
+        until(lambda: client.statistics().in_flight == client.statistics().slots_writing == 0)
+        until(lambda: ring.untaken == 0 and client.statistics().slots_submitted == 0)
     assert is_whole(ring)
 
 
@@ -866,17 +857,17 @@ def test_an_exception_that_is_set_from_outside_ends_a_stream_whose_reply_came(
     claim.reply(torch.ones(5000))
     with pytest.raises(Stop):
         waiting.ended()
-    eventually(lambda: claim.aborted)
+    until(lambda: claim.aborted)
     claim.release()
-    eventually(lambda: is_whole(ring) and client.statistics().reply_slots_held == 0)
+    until(lambda: is_whole(ring) and client.statistics().reply_slots_held == 0)
 
 
 def test_what_goes_back_is_the_first_again_unless_it_was_aborted(ring: threads.Ring, client: threads.Client) -> None:
     submissions = [client.submit(number) for number in range(3)]
     aborted, first = ring.claim(5), ring.claim(5)
-    eventually(lambda: ring.untaken == 1)
+    until(lambda: ring.untaken == 1)
     submissions[0].abort()
-    eventually(lambda: aborted.aborted)
+    until(lambda: aborted.aborted)
     ring._thread.call(ring._arrivals.put_back, aborted)
     assert aborted.released
     assert ring.untaken == 1
@@ -900,16 +891,16 @@ def test_closing_wakes_all_waiting_callers(ring: threads.Ring, connect: Any) -> 
         Thread(client.submit, torch.ones(800_000, dtype=torch.uint8)),
         Thread(submission.next),
     ]
-    eventually(lambda: ring.untaken == 1 and client.statistics().waiting == 2)
-    eventually(lambda: submission._in_loop._waiter is not None)
+    until(lambda: ring.untaken == 1 and client.statistics().waiting == 2)
+    until(lambda: submission._in_loop._waiter is not None)
     client.close()
     for thread in at_client:
         with pytest.raises(shmring.ClosedError, match="this client of 'test' is closed"):
             thread.ended()
-    eventually(lambda: claim.aborted)
+    until(lambda: claim.aborted)
     other = connect()
     at_ring = [Thread(ring.claim), Thread(ring.take, other.client_id, 1), Thread(list, ring)]
-    eventually(lambda: ring._arrivals._takers and len(ring._arrivals._claimers) == 2)
+    until(lambda: ring._arrivals._takers and len(ring._arrivals._claimers) == 2)
     ring.close("that is all")
     for thread in at_ring[:2]:
         with pytest.raises(shmring.ClosedError, match="ring 'test' is closed"):
@@ -922,7 +913,7 @@ def test_closing_wakes_all_waiting_callers(ring: threads.Ring, connect: Any) -> 
         with pytest.raises(shmring.ClosedError):
             attempt("x")
     assert client.closed
-    eventually(lambda: not other.connected)
+    until(lambda: not other.connected)
     assert "that is all" in str(other.lost_error)
     claim.done()  # what ends something does nothing any more
     submission.abort()
@@ -947,7 +938,7 @@ def test_calls_that_race_with_closing_end(ring: threads.Ring, connect: Any) -> N
         client.close()
         for caller in callers:
             caller.ended()
-    eventually(lambda: ring.statistics().clients == 0)
+    until(lambda: ring.statistics().clients == 0)
 
 
 def test_no_call_is_left_in_the_queue_of_a_loop_that_has_ended() -> None:
@@ -995,7 +986,7 @@ with threads.serve("test", slab_nbytes="1MiB", **options) as ring:
     client = connect(reconnect=True)
     assert client.request("answer", timeout=10) == "answered"
     waiting = Thread(client.request, "wait")
-    eventually(lambda: client.statistics().in_flight == 1)
+    until(lambda: client.statistics().in_flight == 1)
     engine.process.kill()
     with pytest.raises(shmring.EngineDeadError):
         waiting.ended()
@@ -1010,7 +1001,7 @@ def test_a_forked_child_can_use_neither_end(ring: threads.Ring, client: threads.
     submission = client.submit(torch.ones(5000))
     claim = ring.claim(5)
     client.submit("untaken")
-    eventually(lambda: ring.untaken == 1)
+    until(lambda: ring.untaken == 1)
 
     def in_child() -> None:
         attempts: list[Callable[[], Any]] = [
@@ -1077,6 +1068,7 @@ holder = Holder()
     }[how]
     program = f"""
 import threading
+from tests.waiting import until
 ring = threads.serve("test", slab_nbytes="1MiB", served_by={served_by!r}, **options)
 client = threads.connect("test", **options)
 threading.Thread(target=client.request, args=("unanswered",), daemon=True).start()
@@ -1103,7 +1095,7 @@ def test_kept_content_is_found_by_any_thread(serve: Any, connect: Any) -> None:
         with client.keep(key, {"x": view}) as kept:
             assert (kept.key, kept.nbytes) == (key, 5000)
         del view
-    eventually(lambda: ring.statistics().kept_pinned == 0)
+    until(lambda: ring.statistics().kept_pinned == 0)
     threads_ = [Thread(client.find, key) for _ in range(8)]
     for thread in threads_:
         found = thread.ended()
@@ -1111,7 +1103,7 @@ def test_kept_content_is_found_by_any_thread(serve: Any, connect: Any) -> None:
             assert int(found.payload["x"].sum()) == 10_000
         with pytest.raises(shmring.ClosedError):
             _ = found.payload
-    eventually(lambda: ring.statistics().kept_pinned == 0)
+    until(lambda: ring.statistics().kept_pinned == 0)
     assert client.statistics().copies == 0
     with pytest.raises(ValueError, match="32 bytes"):
         client.find(b"short")

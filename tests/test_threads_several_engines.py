@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,9 @@ import torch
 
 import shmring
 from shmring import threads
+from tests.waiting import until
 
 NAMES = ["vision-0", "vision-1"]
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Polls until it is true."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 class Engine:

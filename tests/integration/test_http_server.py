@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shmring.frontend.app import _METRICS_AGE_S
 from shmring.frontend.serve_process import ServerProcess
 from tests.segments import own_name, segments_of
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "frontend" / "samples"
@@ -72,15 +73,6 @@ def lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
-
-
-def until(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
-    """Polls a condition until it is true; returns what it said."""
-    deadline = time.monotonic() + timeout
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout} s"
-        time.sleep(0.01)
-    return result
 
 
 @contextlib.contextmanager

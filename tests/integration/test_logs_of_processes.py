@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +13,18 @@ import httpx
 import pytest
 
 from shmring.frontend.serve_process import ServerProcess
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow  # it starts a server
 ROOT = Path(__file__).resolve().parents[2]
 EXECUTOR = """
 from shmring.engine.executors.synthetic import SyntheticExecutor
+from tests.waiting import until
 
 class Failing(SyntheticExecutor):
     def execute(self, batch):
         raise ArithmeticError("it never works")
 """
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.02)
-    return value
 
 
 def test_a_request_is_found_by_its_name_in_all_processes() -> None:

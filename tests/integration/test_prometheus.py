@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import yaml
 
 from shmring.frontend.serve_process import ServerProcess
 from tests.pages import load_maker
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.slow,  # it starts two servers
@@ -81,14 +81,6 @@ def is_ready(url: str) -> bool:
         return bool(get(f"{url}/-/ready").status_code == 200)
     except httpx.TransportError:
         return False
-
-
-def until(condition: Any) -> Any:
-    deadline = time.monotonic() + LIMIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.1)
-    return value
 
 
 def ask(prometheus: str, expression: str) -> Any:

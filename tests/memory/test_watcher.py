@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,13 +9,7 @@ import pytest
 from shmring.core.compiled import Regions
 from shmring.gpu.cuda import CudaError
 from shmring.gpu.watcher import Watcher
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+from tests.waiting import until
 
 
 class Guarding:
@@ -48,9 +40,9 @@ def test_what_is_guarded_lives_until_its_event(cuda: Any, guarding: Guarding) ->
     for number in range(5):
         guarding.guard(number)
     cuda.advance(guarding.stream)
-    wait_for(lambda: guarding.gone == [0])
+    until(lambda: guarding.gone == [0])
     cuda.release()
-    wait_for(lambda: guarding.gone == [0, 1, 2, 3, 4])
+    until(lambda: guarding.gone == [0, 1, 2, 3, 4])
     assert cuda.calls["cuEventCreate"] == 5
     guarding.stream.held = True
     guarding.guard(5)
@@ -86,7 +78,7 @@ def test_what_cannot_be_looked_at_is_waited_for(cuda: Any, guarding: Guarding) -
     cuda.fail("cuEventQuery")
     guarding.guard(1)
     cuda.release()
-    wait_for(lambda: guarding.gone == [1])
+    until(lambda: guarding.gone == [1])
     assert guarding.watcher.close(10)
 
 
@@ -107,7 +99,7 @@ def test_what_nobody_can_speak_of_is_kept_and_counted(
     if call == "cuEventSynchronize":
         guarding.guard(1)
         cuda.release()
-        wait_for(lambda: "until this process ends: cuEventSynchronize failed: made to fail (error 999)" in caplog.text)
+        until(lambda: "until this process ends: cuEventSynchronize failed: made to fail (error 999)" in caplog.text)
     else:
         with pytest.raises(CudaError, match=f"{call} failed") as caught:
             guarding.guard(1)
@@ -115,7 +107,7 @@ def test_what_nobody_can_speak_of_is_kept_and_counted(
     guarding.stream.held = True
     guarding.guard(2)
     cuda.release()
-    wait_for(lambda: guarding.gone == [2])
+    until(lambda: guarding.gone == [2])
     assert not guarding.watcher.close(10)
     assert guarding.watcher.watch.kept == 1
     assert guarding.gone == [2]

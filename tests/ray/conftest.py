@@ -13,11 +13,13 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.waiting import until
 
 collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_real_*.py"]
 
@@ -36,20 +38,6 @@ if not collect_ignore_glob:
     )
 
 STORE_NBYTES = 150 << 20
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
-    """Polls until it is true; fails with what it was last when the time is up, which only a hang reaches."""
-    deadline = time.monotonic() + timeout_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, f"still {result!r} after {timeout_s} s"
-        time.sleep(0.02)
-    return result
-
-
-@pytest.fixture(name="until")
-def until_fixture() -> Callable[..., Any]:
-    return until
 
 
 class Nodes:

@@ -13,7 +13,8 @@ import torch
 import shmring
 from shmring.integrations.ray import EngineActor
 from tests.ray.actors import Caller, double, handler
-from tests.ray.conftest import Nodes, until
+from tests.ray.conftest import Nodes
+from tests.waiting import until
 
 ray = pytest.importorskip("ray")
 

@@ -15,8 +15,9 @@ import pytest
 import shmring
 from shmring.integrations.ray import EngineActor, connect
 from tests.ray.actors import handler
-from tests.ray.conftest import Nodes, is_running, kill, until
+from tests.ray.conftest import Nodes, is_running, kill
 from tests.ray.test_real_deaths import HANG, TENSOR, caller_on, engine_on, pid_of, running
+from tests.waiting import until
 
 ray = pytest.importorskip("ray")
 

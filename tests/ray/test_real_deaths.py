@@ -11,7 +11,8 @@ import torch
 import shmring
 from shmring.integrations.ray import EngineActor
 from tests.ray.actors import Caller, handler
-from tests.ray.conftest import Nodes, is_running, kill, until
+from tests.ray.conftest import Nodes, is_running, kill
+from tests.waiting import until
 
 ray = pytest.importorskip("ray")
 

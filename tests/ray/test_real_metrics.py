@@ -13,7 +13,8 @@ from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import EncodeReply, EncodeRequest, Text
 from shmring.integrations.ray import EngineActor
 from tests.ray.actors import Caller, handler
-from tests.ray.conftest import Nodes, until
+from tests.ray.conftest import Nodes
+from tests.waiting import until
 
 ray = pytest.importorskip("ray")
 

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from tests.ray.conftest import Nodes, is_running, kill
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = base64.b64encode((ROOT / "frontend/samples/chelsea.jpg").read_bytes()).decode()
@@ -34,7 +35,6 @@ ARGUMENTS = {
 }
 MODEL = "shmring-synthetic"
 
-Until = Callable[..., Any]
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -105,7 +105,7 @@ class Application:
         self._serve.delete("shmring")
 
 
-def check_the_end(application: Application, streams: list[Any], until: Until) -> None:
+def check_the_end(application: Application, streams: list[Any]) -> None:
     """Deletes the application while it streams: the answers are complete, and nothing is left."""
     processes = {*application.engines(), *application.frontends()}
     for stream in streams:
@@ -219,7 +219,7 @@ def test_an_answer_is_streamed(application: Application) -> None:
     assert pieces[-1].choices[0].finish_reason == "length"
 
 
-def test_who_hangs_up_has_its_request_aborted(application: Application, until: Until) -> None:
+def test_who_hangs_up_has_its_request_aborted(application: Application) -> None:
     said: Any = {"role": "user", "content": "hello"}
     stream = application.client().chat.completions.create(model=MODEL, messages=[said], stream=True, max_tokens=100_000)
     next(iter(stream))
@@ -240,7 +240,7 @@ def hang_up(url: str) -> None:
         httpx.post(f"{url}/v1/chat/completions", json=body, timeout=3)
 
 
-def test_when_an_engine_dies_its_replica_does_and_the_other_answers(application: Application, until: Until) -> None:
+def test_when_an_engine_dies_its_replica_does_and_the_other_answers(application: Application) -> None:
     until(lambda: len(application.engines()) == len(application.frontends()) == 2)
     engines, frontends = application.engines(), application.frontends()
     with Load(application.url) as load:
@@ -257,7 +257,7 @@ def test_when_an_engine_dies_its_replica_does_and_the_other_answers(application:
     assert {outcome for _, outcome in load.bad} <= {500, 503}, "each caller got an answer"
 
 
-def test_when_a_frontend_dies_its_engine_ends_and_gives_its_memory_back(application: Application, until: Until) -> None:
+def test_when_a_frontend_dies_its_engine_ends_and_gives_its_memory_back(application: Application) -> None:
     until(lambda: len(application.engines()) == len(application.frontends()) == 2)
     engines, frontends = application.engines(), application.frontends()
     sockets = Path(f"/tmp/shmring-{os.getuid()}")
@@ -272,7 +272,7 @@ def test_when_a_frontend_dies_its_engine_ends_and_gives_its_memory_back(applicat
     assert {outcome for _, outcome in load.outcomes[-8:]} == {200}
 
 
-def test_a_new_version_fails_no_request(application: Application, until: Until) -> None:
+def test_a_new_version_fails_no_request(application: Application) -> None:
     engines = application.engines()
     with Load(application.url) as load:
         until(load.answered(20))
@@ -328,7 +328,7 @@ def test_the_command_of_the_page_deploys_it(application: Application) -> None:
     assert application.client().embeddings.create(model="shmring-fingerprints", input="a").data, "the other one goes on"
 
 
-def test_the_end_waits_for_requests_and_leaves_nothing(application: Application, until: Until) -> None:
+def test_the_end_waits_for_requests_and_leaves_nothing(application: Application) -> None:
     application.run()
     assert len({*application.engines(), *application.frontends()}) == 4
     said: Any = {"role": "user", "content": "hello"}
@@ -336,4 +336,4 @@ def test_the_end_waits_for_requests_and_leaves_nothing(application: Application,
         application.client().chat.completions.create(model=MODEL, messages=[said], stream=True, max_tokens=200)
         for _ in range(4)
     ]
-    check_the_end(application, streams, until)
+    check_the_end(application, streams)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,8 +15,7 @@ import pytest
 
 from tests.ray.conftest import Nodes, is_running, kill
 from tests.ray.test_real_serve import MODEL, Application, check_the_end, picture
-
-Until = Callable[..., Any]
+from tests.waiting import until
 
 VARIABLES = {
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
@@ -54,7 +53,7 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
-def test_each_replica_answers_at_its_port(application: Application, until: Until) -> None:
+def test_each_replica_answers_at_its_port(application: Application) -> None:
     until(lambda: len(urls(application)) == 2)
     for pid, url in urls(application).items():
         assert httpx.get(f"{url}/ready", timeout=30).json()["pid"] == pid
@@ -66,7 +65,7 @@ def test_each_replica_answers_at_its_port(application: Application, until: Until
         assert httpx.get(f"{url}/metrics", timeout=30).text.count("shmring_engine_up") >= 1
 
 
-def test_who_hangs_up_has_its_request_aborted(application: Application, until: Until) -> None:
+def test_who_hangs_up_has_its_request_aborted(application: Application) -> None:
     url = min(urls(application).values())
     said: Any = {"role": "user", "content": "hello"}
     stream = client(url).chat.completions.create(model=MODEL, messages=[said], stream=True, max_tokens=100_000)
@@ -91,7 +90,7 @@ def test_a_body_that_is_too_large_is_refused_when_its_head_came(application: App
         assert connection.recv(64).startswith(b"HTTP/1.1 413 ")
 
 
-def test_when_an_engine_dies_its_port_is_closed(application: Application, until: Until) -> None:
+def test_when_an_engine_dies_its_port_is_closed(application: Application) -> None:
     until(lambda: len(application.engines()) == len(urls(application)) == 2)
     at, engines = urls(application), application.engines()
     kill(min(engines))
@@ -105,10 +104,10 @@ def test_when_an_engine_dies_its_port_is_closed(application: Application, until:
     until(lambda: len(application.engines()) == len(urls(application)) == 2)
 
 
-def test_the_end_waits_for_requests_and_leaves_nothing(application: Application, until: Until) -> None:
+def test_the_end_waits_for_requests_and_leaves_nothing(application: Application) -> None:
     said: Any = {"role": "user", "content": "hello"}
     streams = [
         client(url).chat.completions.create(model=MODEL, messages=[said], stream=True, max_tokens=300)
         for url in urls(application).values()
     ]
-    check_the_end(application, streams, until)
+    check_the_end(application, streams)

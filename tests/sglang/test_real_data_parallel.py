@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.servers import picture
 from tests.sglang.server import serve
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(1200)
 
 PICTURES = [picture(672, seed) for seed in range(6)]
 
 
-def test_tensors_go_to_the_scheduler_that_gets_the_request(runtime_directory: Path, until: Callable[..., Any]) -> None:
+def test_tensors_go_to_the_scheduler_that_gets_the_request(runtime_directory: Path) -> None:
     environment = {"SHMRING_SGLANG": "1", "SHMRING_SGLANG_SLAB": "128MiB"}
     with serve(runtime_directory, environment=environment, options=["--dp", "2"], ranks=2) as server:
         server.ask()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import openai
 import psutil
@@ -14,6 +13,7 @@ import pytest
 
 from bench.servers import picture
 from tests.sglang.server import Server, serve
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -30,7 +30,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory, runtime_directory: Path)
     return path
 
 
-def connect_both(server: Server, until: Callable[..., Any]) -> None:
+def connect_both(server: Server) -> None:
     """Has both tokenizers connect, which each does with its first request.
 
     The kernel decides which one gets a request, and may choose the same one for minutes. So the other is stopped meanwhile.
@@ -58,7 +58,7 @@ def stopped(*processes: psutil.Process) -> Iterator[None]:
             process.resume()
 
 
-def test_answers_are_the_same(directory: Path, until: Callable[..., Any]) -> None:
+def test_answers_are_the_same(directory: Path) -> None:
     said = {}
     for way, environment in (("sglang", {}), ("shmring", PLUGGED)):
         where = directory / way
@@ -104,7 +104,7 @@ class Load:
             caller.join()
 
 
-def test_kill_9_of_a_tokenizer_gives_its_memory_back(directory: Path, until: Callable[..., Any]) -> None:
+def test_kill_9_of_a_tokenizer_gives_its_memory_back(directory: Path) -> None:
     with serve(directory, environment=PLUGGED, options=OPTIONS, ranks=2) as server:
         connect_both(server, until)
         with Load(server) as load:
@@ -118,7 +118,7 @@ def test_kill_9_of_a_tokenizer_gives_its_memory_back(directory: Path, until: Cal
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_kill_9_of_a_rank_leaves_nothing(directory: Path, until: Callable[..., Any], rank: int) -> None:
+def test_kill_9_of_a_rank_leaves_nothing(directory: Path, rank: int) -> None:
     """With one tokenizer: with several, SGLang's launcher does not act on the signal by which it ends itself, and stays."""
     with serve(directory, environment=PLUGGED, options=RANKS, ranks=2) as server:
         server.ask(picture(56, 0))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.servers import picture
 from tests.sglang.server import Server, serve
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -48,7 +48,7 @@ def server(runtime_directory: Path, without: list[str]) -> Iterator[Server]:
         yield server
 
 
-def test_answers_are_the_same(server: Server, without: list[str], until: Callable[..., Any]) -> None:
+def test_answers_are_the_same(server: Server, without: list[str]) -> None:
     server.ask(picture(56, 0))  # the tokenizer connects with its first request
     until(lambda: "tensors go through shared memory" in server.log)
     before = server.tensors().get("copied", 0)
@@ -67,7 +67,7 @@ def test_the_program_of_the_page_shows_how_a_tensor_went(server: Server) -> None
     assert f'way="copied"}} {copied + 1}.0\n' in done.stdout
 
 
-def test_slots_come_back(server: Server, until: Callable[..., Any]) -> None:
+def test_slots_come_back(server: Server) -> None:
     """SGLang has the last request in hand until the next one comes, which has no picture here."""
     server.ask()
     until(lambda: server.report()["slots_in_use"] <= 1)

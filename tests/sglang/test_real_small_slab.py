@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.servers import picture
 from tests.sglang.server import Server, serve
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -24,7 +24,7 @@ def server(runtime_directory: Path) -> Iterator[Server]:
         yield server
 
 
-def test_what_has_no_space_goes_inline(server: Server, until: Callable[..., Any]) -> None:
+def test_what_has_no_space_goes_inline(server: Server) -> None:
     server.ask(picture(56, 0))
     until(lambda: "tensors go through shared memory" in server.log)
     assert "its tensors are copied out" in server.log

@@ -7,13 +7,13 @@ import resource
 import signal
 import subprocess
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from shmring.integrations.vllm.peers import PeerError, Peers
 from shmring.processes.process import Process
 from shmring.transport.liveness import ProcessId
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def peers(child: Process) -> Peers:
     return peers
 
 
-def stop(child: Process, until: Callable[..., Any]) -> None:
+def stop(child: Process) -> None:
     child.send(signal.SIGSTOP)
     until(lambda: ProcessId.of(child.pid).state() == "T")
 
@@ -39,16 +39,14 @@ def test_whoever_runs_is_waited_for(peers: Peers) -> None:
         peers.look(now_s)
 
 
-def test_whoever_stays_stopped_is_not(peers: Peers, child: Process, until: Callable[..., Any]) -> None:
+def test_whoever_stays_stopped_is_not(peers: Peers, child: Process) -> None:
     stop(child, until)
     peers.look(0)
     with pytest.raises(PeerError, match=rf"worker 1 \(pid {child.pid}\) was stopped"):
         peers.look(1)
 
 
-def test_whoever_goes_on_and_is_stopped_anew_is_stopped_since_then(
-    peers: Peers, child: Process, until: Callable[..., Any]
-) -> None:
+def test_whoever_goes_on_and_is_stopped_anew_is_stopped_since_then(peers: Peers, child: Process) -> None:
     stop(child, until)
     peers.look(0)
     child.send(signal.SIGCONT)
@@ -60,7 +58,7 @@ def test_whoever_goes_on_and_is_stopped_anew_is_stopped_since_then(
         peers.look(3)
 
 
-def test_a_server_that_was_stopped_as_a_whole_goes_on(peers: Peers, child: Process, until: Callable[..., Any]) -> None:
+def test_a_server_that_was_stopped_as_a_whole_goes_on(peers: Peers, child: Process) -> None:
     """Its engine core wakes a moment before its workers: after a long time, in which it did not look."""
     stop(child, until)
     peers.look(0)
@@ -70,7 +68,7 @@ def test_a_server_that_was_stopped_as_a_whole_goes_on(peers: Peers, child: Proce
     peers.look(1001)
 
 
-def test_whoever_has_died_is_found_before_it_is_reaped(peers: Peers, child: Process, until: Callable[..., Any]) -> None:
+def test_whoever_has_died_is_found_before_it_is_reaped(peers: Peers, child: Process) -> None:
     child.send(signal.SIGKILL)
     until(lambda: ProcessId.of(child.pid).state() == "Z")
     with pytest.raises(PeerError, match=r"worker 1 .* has died"):

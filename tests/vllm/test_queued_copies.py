@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from shmring.integrations.vllm.queued_copies import QueuedCopies
+from tests.waiting import until
 
 
 class Event:
@@ -40,7 +40,7 @@ def copies(events: list[Event]) -> Iterator[QueuedCopies]:
     copies = QueuedCopies(record)
     yield copies
     copies.close()
-    eventually(lambda: "shmring copies" not in [thread.name for thread in threading.enumerate()])
+    until(lambda: "shmring copies" not in [thread.name for thread in threading.enumerate()])
 
 
 def start(copies: QueuedCopies) -> weakref.ref[torch.Tensor]:
@@ -49,21 +49,14 @@ def start(copies: QueuedCopies) -> weakref.ref[torch.Tensor]:
     return weakref.ref(source)
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_a_source_is_held_until_its_copy_is_over_and_no_longer(copies: QueuedCopies, events: list[Event]) -> None:
     first, second = start(copies), start(copies)
     assert first() is not None
     events[0].passed.set()
-    eventually(lambda: first() is None)
+    until(lambda: first() is None)
     assert second() is not None
     events[1].passed.set()
-    eventually(lambda: second() is None)
+    until(lambda: second() is None)
 
 
 def test_where_cuda_has_failed_nothing_is_released(
@@ -72,5 +65,5 @@ def test_where_cuda_has_failed_nothing_is_released(
     source = start(copies)
     events[0].fails = True
     events[0].passed.set()
-    eventually(lambda: "tensors stay in the slab, since CUDA failed" in caplog.text)
+    until(lambda: "tensors stay in the slab, since CUDA failed" in caplog.text)
     assert source() is not None

@@ -33,6 +33,7 @@ from shmring.integrations.vllm.queues import Handle, Reader, Writer
 from shmring.integrations.vllm.settings import Settings
 from shmring.integrations.vllm.workers import Queues
 from tests.vllm.test_exchange import ENGINE, described, picture, request_with
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -283,9 +284,7 @@ def test_api_servers_are_told_what_an_engine_core_with_workers_counts(
     receiver.close()
 
 
-def test_its_slot_is_free_when_vllm_and_the_workers_have_let_go(
-    start: Callable[..., Engine], engine_ring: EngineRing, until: Callable[..., Any]
-) -> None:
+def test_its_slot_is_free_when_vllm_and_the_workers_have_let_go(start: Callable[..., Engine], engine_ring: EngineRing) -> None:
     engine = start(2)
     receiver = Receiver(SETTINGS, 0, copies=False, pin="off", engine_ring=engine_ring)
     with lent(receiver, picture(8 * MB)) as tensor:
@@ -361,7 +360,7 @@ def test_a_timeout_is_one(start: Callable[..., Engine]) -> None:
     assert engine.call("execute_model") == [[]]
 
 
-def test_whoever_waits_is_woken_by_shutdown(start: Callable[..., Engine], until: Callable[..., Any]) -> None:
+def test_whoever_waits_is_woken_by_shutdown(start: Callable[..., Engine]) -> None:
     engine = start(1)
     errors: list[Exception] = []
 
@@ -411,7 +410,7 @@ def engine_that_is_killed(pids: Any) -> None:
     engine.answers[0].dequeue()
 
 
-def test_kill_9_of_the_engine_core_ends_its_workers_and_leaves_nothing(until: Callable[..., Any]) -> None:
+def test_kill_9_of_the_engine_core_ends_its_workers_and_leaves_nothing() -> None:
     context = context_of("forkserver")
     pipe, childs = context.Pipe()
     engine = context.Process(target=engine_that_is_killed, args=(childs,))

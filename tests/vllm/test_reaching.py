@@ -28,6 +28,7 @@ from shmring.integrations.vllm.link import AsyncLink, Where, client_config
 from shmring.integrations.vllm.workers import Queues
 from tests.sessions import session_of
 from tests.vllm.test_exchange import ENGINE, Exchange, Stream, described, picture, request_with, settings
+from tests.waiting import until
 
 Eventually = Callable[..., Awaitable[Any]]
 INLINE = "tensors go inline until the ring of engine core 0 is reached: "
@@ -430,7 +431,6 @@ def send(frontend: SyncFrontend, receiver: Receiver) -> bool:
 
 def test_without_a_loop_a_silent_engine_core_holds_nobody_and_is_reached_later(
     serve: Callable[..., Receiver],
-    until: Callable[..., Any],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -453,7 +453,7 @@ def test_without_a_loop_a_silent_engine_core_holds_nobody_and_is_reached_later(
 
 
 def test_without_a_loop_an_engine_core_that_gets_a_ring_later_is_asked_with_a_later_request(
-    serve: Callable[..., Receiver], until: Callable[..., Any]
+    serve: Callable[..., Receiver],
 ) -> None:
     first, second = serve(), serve()
     frontend = SyncFrontend(settings(), [ENGINE], None, Asked(second))
@@ -467,7 +467,7 @@ def test_without_a_loop_an_engine_core_that_gets_a_ring_later_is_asked_with_a_la
 
 
 def test_without_a_loop_a_ring_of_the_name_that_another_engine_has_is_left_alone(
-    serve: Callable[..., Receiver], until: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    serve: Callable[..., Receiver], caplog: pytest.LogCaptureFixture
 ) -> None:
     other = serve()
     name, epoch = other.where()  # type: ignore[misc]
@@ -486,7 +486,7 @@ def test_without_a_loop_a_ring_of_the_name_that_another_engine_has_is_left_alone
 
 
 def test_without_a_loop_a_connection_that_is_lost_is_made_again(
-    serve: Callable[..., Receiver], until: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    serve: Callable[..., Receiver], caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver = serve()
     frontend = SyncFrontend(settings(), [ENGINE], None, Asked(receiver))

@@ -17,6 +17,7 @@ from bench.servers import picture
 from bench.vllm.server import Server, serve
 from bench.vllm.workers import OPTIONS, measure
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
@@ -48,9 +49,7 @@ def kill(worker: psutil.Process) -> None:
 @pytest.mark.parametrize(
     ("end", "words"), [(stop, "was stopped (SIGSTOP)"), (kill, "has died")], ids=["a worker is stopped", "a worker is killed"]
 )
-def test_a_request_ends_with_its_worker(
-    end: Callable[[psutil.Process], None], words: str, runtime_directory: Path, until: Callable[..., Any]
-) -> None:
+def test_a_request_ends_with_its_worker(end: Callable[[psutil.Process], None], words: str, runtime_directory: Path) -> None:
     with serving(runtime_directory) as server:
         processes = family(server)
         worker = server.processes("Worker")[-1]

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.servers import picture
 from bench.vllm.server import serve
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
 ENTRY_POINT = ["shmring", "shmring.integrations", "shmring.integrations.vllm"]
 
 
-def test_nothing_is_imported_but_the_entry_point(runtime_directory: Path, until: Callable[..., Any]) -> None:
+def test_nothing_is_imported_but_the_entry_point(runtime_directory: Path) -> None:
     observed = runtime_directory / "observed"
     observed.mkdir()
     environment = {"PYTHONPATH": str(Path(__file__).parent / "observer"), "OBSERVED": str(observed)}

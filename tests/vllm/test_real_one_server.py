@@ -6,15 +6,15 @@ import signal
 import subprocess
 import sys
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from bench.servers import picture
 from bench.vllm.server import Server, serve
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
@@ -41,7 +41,7 @@ def server(runtime_directory: Path, loses: Path) -> Iterator[Server]:
         yield server
 
 
-def test_vllms_own_cache_does_not_pin_the_slab(server: Server, until: Callable[..., Any]) -> None:
+def test_vllms_own_cache_does_not_pin_the_slab(server: Server) -> None:
     until(lambda: "go through shared memory (test-0); none of them stay there" in server.log)
     assert "its tensors are copied out, since vLLM keeps them in its cache" in server.log
     for seed in range(4):
@@ -80,12 +80,12 @@ def test_a_lost_tensor_fails_its_request_and_no_other(server: Server, loses: Pat
     assert server.engine()["lost"] == 1
 
 
-def test_metrics_have_both_ends(server: Server, until: Callable[..., Any]) -> None:
+def test_metrics_have_both_ends(server: Server) -> None:
     until(lambda: server.metrics()['shmring_lost{engine="0"}'] == 1)
     assert server.metrics()['shmring_free_bytes{engine="0"}'] > 0
 
 
-def test_kill_9_of_the_api_server_gives_everything_back(server: Server, until: Callable[..., Any]) -> None:
+def test_kill_9_of_the_api_server_gives_everything_back(server: Server) -> None:
     """It is the launcher as well. The engine core lives on until its owner notices; this test ends it."""
     (engine,) = server.processes("EngineCore")
     others = psutil.Process(server.process.pid).children(recursive=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from bench.servers import picture
 from bench.vllm.server import Server, serve
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
@@ -39,7 +39,7 @@ def test_what_finds_no_space_goes_inline_and_is_counted(server: Server) -> None:
     assert server.engine()["lost"] == 0
 
 
-def test_nothing_stays(server: Server, until: Callable[..., Any]) -> None:
+def test_nothing_stays(server: Server) -> None:
     until(lambda: (report := server.engine())["slots_in_use"] == report["kept_tensors"])
 
 

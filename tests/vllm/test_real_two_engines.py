@@ -7,14 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.servers import picture
 from bench.vllm.server import serve
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
@@ -41,9 +40,7 @@ def test_two_llms_in_one_process_both_answer(runtime_directory: Path, name: str,
     assert "AssertionError" not in output
 
 
-def test_a_second_server_of_one_name_answers_and_gets_the_name_when_the_first_has_ended(
-    runtime_directory: Path, until: Callable[..., Any]
-) -> None:
+def test_a_second_server_of_one_name_answers_and_gets_the_name_when_the_first_has_ended(runtime_directory: Path) -> None:
     directories = [runtime_directory / name for name in ("first", "second")]
     for directory in directories:
         directory.mkdir()

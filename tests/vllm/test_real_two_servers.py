@@ -6,7 +6,7 @@ import http.client
 import json
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 
 from bench.servers import picture
 from bench.vllm.server import Server, question, serve
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
@@ -49,7 +50,7 @@ def difference(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
     return {way: count - before.get(way, 0) for way, count in after.items() if count != before.get(way, 0)}
 
 
-def test_it_says_that_it_is_on(server: Server, until: Callable[..., Any]) -> None:
+def test_it_says_that_it_is_on(server: Server) -> None:
     until(lambda: server.log.count("go through shared memory (test-0); up to 128 MiB of them stay there") == 2)
     assert "engine core 0 has a slab of 512 MiB (test-0); its tensors are read in place" in server.log
 
@@ -95,7 +96,7 @@ def test_openai_streamed_and_not(server: Server) -> None:
     assert whole == "".join(parts)
 
 
-def test_callers_that_hang_up_leave_nothing(server: Server, until: Callable[..., Any]) -> None:
+def test_callers_that_hang_up_leave_nothing(server: Server) -> None:
     before = server.engine()
     patience = random.Random(1)
 
@@ -127,7 +128,7 @@ def test_no_process_complains(server: Server) -> None:
     assert complaints == []
 
 
-def test_kill_9_of_the_api_servers_gives_everything_back(server: Server, until: Callable[..., Any]) -> None:
+def test_kill_9_of_the_api_servers_gives_everything_back(server: Server) -> None:
     """The launcher is stopped meanwhile, as it would end the whole service."""
     kept = server.engine()["kept_tensors"]
     assert kept >= 2 * len(PICTURES)
