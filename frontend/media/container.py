@@ -168,7 +168,7 @@ def opened(piece: Piece, what: str, decoders: frozenset[str], max_frame_pixels: 
         "threads": "1",
         **_decoder_options(max_frame_pixels),
     }
-    shortfalls: list[Shortfall] = []
+    shortfalls = list(piece.shortfalls)
     whole, is_whole = view, True
     if demuxer == "mov":
         whole = view = view[beginning_of(view) :]

@@ -47,6 +47,7 @@ __all__ = [
     "missing_s",
     "of_all_parts",
     "promised_s",
+    "taken_for_samples",
 ]
 
 #: So many packets that can't be decoded do not count: a stream that was cut out of another begins with a packet that needs the
@@ -230,6 +231,12 @@ def joined(seams_s: Sequence[float]) -> list[Shortfall]:
     more = f" and {len(seams_s) - _SHOWN_SEAMS} more" if len(seams_s) > _SHOWN_SEAMS else ""
     cause = f"its times begin anew at {places}{more}; its {len(seams_s) + 1} parts follow each other as they are stored"
     return [Shortfall(missing=0, promised=0, unit="", cause=cause, is_damage=False)]
+
+
+def taken_for_samples(more: int, nbytes: int) -> Shortfall:
+    """Says that there are so many bytes behind those of samples, and that they count as such."""
+    cause = f"{more} bytes behind its {nbytes} bytes of samples are taken for samples, as they are nothing else"
+    return Shortfall(missing=0, promised=0, unit="", cause=cause, is_damage=False)
 
 
 def missing_packets(damaged: int, total: int, unit: str, cause: str = "can't be decoded") -> list[Shortfall]:

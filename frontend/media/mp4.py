@@ -41,6 +41,9 @@ _INDEX = re.compile(b"moov.{4,256}?(?:mvhd|trak|tkhd|mdia)|trak.{4,256}?(?:tkhd|
 _TABLES = frozenset((b"mdhd", b"stts", b"stsz", b"stsc", b"stco"))  # that every track has
 _SAME_AS = {b"stz2": b"stsz", b"co64": b"stco"}
 _TOLERATED_DIFFERENCE = 0.1  # of durations; some writers leave out the last frame's
+_WIDE_DIFFERENCE = 1.5  # more is a damaged unit of time
+_MOST_HIDDEN = 8  # times as much as is shown: a clip of which so little is shown may have a damaged unit of time
+_ENDLESS = 0x7FFF_FFFF
 _ENCRYPTED = "encrypted MP4 files are not accepted"
 _REFUSED = {
     b"cmov": "MP4 files with a compressed header are not accepted",
@@ -190,14 +193,28 @@ def contradictions(stream: AudioStream | VideoStream, data: memoryview) -> list[
     if said and counts[0] > 1 and abs(lasting - said) > _TOLERATED_DIFFERENCE * max(lasting, said):
         cause = f"its index is damaged: by its tables, its frames last for {lasting / said:.3g} times its duration"
         return [Shortfall(missing=0, promised=0, unit="", cause=cause)]
+    lasting_s, shown_s = lasting / tables[b"mdhd"].units_a_second, _shown_s(tables)
+    hides_most = lasting_s > shown_s * (_MOST_HIDDEN if b"elst" in tables else _WIDE_DIFFERENCE)
+    if shown_s and (hides_most or shown_s > lasting_s * _WIDE_DIFFERENCE):
+        cause = f"by its index, {shown_s:.3g} s of it are shown, and its frames last for {lasting_s:.3g} s"
+        return [Shortfall(missing=0, promised=0, unit="", cause=cause, is_damage=shown_s > lasting_s)]
     return []
+
+
+def _shown_s(tables: dict[bytes, _Table]) -> float:
+    """Returns how many seconds of a track are shown, by its edits or else its head; 0: it does not say, or all the rest."""
+    if b"mvhd" not in tables:
+        return 0.0
+    edits = tables.get(b"elst")
+    shown = edits.shown if edits else tables[b"tkhd"].duration if b"tkhd" in tables else 0
+    return shown / tables[b"mvhd"].units_a_second
 
 
 class _Table:
     """A box of a track's index, from its version and flags on."""
 
     def __init__(self, name: bytes, content: memoryview) -> None:
-        self._content = content
+        self._name, self._content = name, content
         self.width = 2 if name == b"co64" else 1
 
     def number(self, place: int) -> int:
@@ -210,21 +227,38 @@ class _Table:
 
     @property
     def duration(self) -> int:
-        """Of a head of media: how long these last; 0: it does not say."""
+        """Of a head: how long it lasts, in its unit; 0: it does not say."""
         place, nbytes = (24, 8) if self._content[0] else (16, 4)
+        place += 4 if self._name == b"tkhd" else 0
         duration = bytes(self._content[place : place + nbytes])
         return 0 if duration == b"\xff" * nbytes else int.from_bytes(duration, "big")
 
+    @property
+    def units_a_second(self) -> int:
+        """Of a head of media, or of the file."""
+        return max(1, _number(self._content, 20 if self._content[0] else 12))
+
+    @property
+    def shown(self) -> float:
+        """Of a list of edits: how long those last together that show something, in the file's unit; 0: one has no end."""
+        lasts, time = (">u8", ">i8") if self._content[0] else (">u4", ">i4")
+        kind = np.dtype([("lasts", lasts), ("time", time), ("rate", ">u4")])
+        count = min(self.number(0), max(0, len(self._content) - 8) // kind.itemsize, _MAX_SAMPLES)
+        edits = np.frombuffer(self._content, kind, count, 8)
+        lasting = edits["lasts"][edits["time"] >= 0]
+        return 0.0 if (lasting >= _ENDLESS).any() else float(lasting.sum(dtype=np.float64))
+
 
 def _tables_of(data: memoryview, track: int) -> dict[bytes, _Table]:
-    """Returns the tables of a track, by name; both kinds of sizes and of places by the name of the usual one."""
+    """Returns the tables of a track, by name, and the head of the file; both kinds of sizes and of places by the usual name."""
     tables: dict[bytes, _Table] = {}
     indexes = [(start, end) for start, name, end in boxes(data) if name == b"moov"]
-    tracks = [(start, end) for start, name, end in inner_boxes(data, *indexes[0]) if name == b"trak"] if indexes else []
-    outer = tracks[track : track + 1]
+    inner = [*inner_boxes(data, *indexes[0])] if indexes else []
+    outer = [(start, end) for start, name, end in inner if name == b"trak"][track : track + 1]
     while outer:
-        for start, name, end in inner_boxes(data, *outer.pop()):
-            if name in (b"mdia", b"minf", b"stbl"):
+        heads = [box for box in inner if box[1] == b"mvhd"]
+        for start, name, end in [*inner_boxes(data, *outer.pop()), *heads]:
+            if name in (b"edts", b"mdia", b"minf", b"stbl"):
                 outer.append((start, end))
             elif end - start >= 16:
                 tables.setdefault(_SAME_AS.get(name, name), _Table(name, data[start + 8 : end]))

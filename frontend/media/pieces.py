@@ -14,8 +14,7 @@ reads the first of them, or takes its description for all others. Pieces are tol
 Others are one piece, whatever is in them.
 
 What libav would take at its word is set right here: an edit list whose edits last 0, which means "to the end" and is taken for
-"nothing at all"; the sizes of an AIFF that was written to a pipe, which are 0 or as large as can be, or whose recorder did not
-come to its end.
+"nothing at all"; an edit in the middle that shows nothing; sizes of AIFF and CAF (:mod:`shmring.frontend.media.chunked`).
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 
+from shmring.frontend.media.chunked import sizes_set_right
+from shmring.frontend.media.damage import Shortfall
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.fragments import Fragment, parts_of, places_to_write, read_fragments
 from shmring.frontend.media.ogg import chain_starts
@@ -44,8 +45,8 @@ _HEADS = {
 # A packet that begins with a table of programs (PAT), or of a program's tracks (PMT): ISO 13818-1, 2.4.4.
 _TS_TABLE = re.compile(rb"G(?:[\x40\x60]\0[\x10-\x1f]\0\0|[\x40-\x7f].[\x10-\x1f]\0\x02)[\xb0-\xbf]", re.DOTALL)
 _TS_HEAD_NBYTES = 5
-_LARGEST_OF_AIFF = 0x7FFF_FFFF
-_FOR_EVER = b"\x7f\xff\xff\xff"
+_LATEST = b"\x7f\xff\xff\xff"
+_NOTHING = 8 * b"\xff"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class Piece:
         written: what stands at which place instead of them.
         fragments: of an MP4.
         moved: by how many bytes they stand further in front than their places say.
+        shortfalls: what is told of its sizes.
     """
 
     demuxer: str | None
@@ -65,6 +67,7 @@ class Piece:
     written: tuple[tuple[int, bytes], ...] = ()
     fragments: tuple[Fragment, ...] = ()
     moved: int = 0
+    shortfalls: tuple[Shortfall, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +98,7 @@ def pieces_of(view: memoryview, demuxer: str | None) -> list[Piece]:
         pieces = [piece for file in _cut(view, _mp4_starts(view)) for piece in _mp4_pieces(file)]
     elif demuxer in _HEADS:
         starts = (match.start() for match in _HEADS[demuxer].finditer(view))
-        pieces = [Piece(demuxer=demuxer, views=(file,), written=tuple(_aiff_sizes(file))) for file in _cut(view, starts)]
+        pieces = [_with_its_sizes(demuxer, file) for file in _cut(view, starts)]
     elif demuxer == "ogg":
         pieces = [Piece(demuxer=demuxer, views=(file,)) for file in _cut(view, chain_starts(view))]
     elif demuxer == "wav":
@@ -107,6 +110,11 @@ def pieces_of(view: memoryview, demuxer: str | None) -> list[Piece]:
     if len(pieces) > _MAX_PIECES:
         raise _too_many()
     return pieces
+
+
+def _with_its_sizes(demuxer: str, view: memoryview) -> Piece:
+    written, shortfalls = sizes_set_right(demuxer, view)
+    return Piece(demuxer=demuxer, views=(view,), written=written, shortfalls=shortfalls)
 
 
 def _too_many() -> MediaError:
@@ -134,7 +142,7 @@ def _mp4_pieces(view: memoryview) -> list[Piece]:
     fragments = read_fragments(view)
     parts = parts_of(fragments)
     if len(parts) < 2 or any(name == b"mdat" for place, name, _ in boxes(view) if place < fragments[0].start):
-        written = places_to_write(fragments, fragments, 0) if fragments else _endless_edits(view)
+        written = places_to_write(fragments, fragments, 0) if fragments else _edits_set_right(view)
         return [Piece(demuxer="mov", views=(view,), written=tuple(written), fragments=tuple(fragments))]
     head = view[: fragments[0].start]
     ends = [part[0].start for part in parts[1:]] + [len(view)]
@@ -183,27 +191,12 @@ def _tracks_of_program(table: bytes, end: int) -> Iterator[bytes]:
         entry += 5 + int.from_bytes(table[entry + 3 : entry + 5], "big") % 4096
 
 
-def _aiff_sizes(view: memoryview) -> list[tuple[int, bytes]]:
-    """Where an AIFF has sizes that libav refuses, or that nobody has set.
+def _edits_set_right(view: memoryview) -> list[tuple[int, bytes]]:
+    """Returns what to write in the edit lists of a file without fragments.
 
-    Its samples go to its end then, and their number is not said (0).
+    Where all edits last 0, the last one lasts. And libav knows an edit that shows nothing as the first one only: of any other
+    it shows the frames from the beginning on. Such an edit is made to show what comes behind all frames.
     """
-    written = []
-    form_nbytes, place = int.from_bytes(view[4:8], "big"), 12
-    while bytes(view[:4]) == b"FORM" and place + 8 <= len(view):
-        name, nbytes = bytes(view[place : place + 4]), int.from_bytes(view[place + 4 : place + 8], "big")
-        if name == b"COMM" and int.from_bytes(view[place + 10 : place + 14], "big") > _LARGEST_OF_AIFF:
-            written.append((place + 10, bytes(4)))
-        if name == b"SSND":
-            if place + 8 < form_nbytes <= _LARGEST_OF_AIFF:  # there are samples in it
-                return []
-            return [(4, (len(view) - 8).to_bytes(4, "big")), *written, (place + 4, (len(view) - place - 8).to_bytes(4, "big"))]
-        place += 8 + nbytes + nbytes % 2
-    return []
-
-
-def _endless_edits(view: memoryview) -> list[tuple[int, bytes]]:
-    """Returns what to write in a file without fragments whose edits all last 0: that the last one lasts."""
     written = []
     for start, name, end in boxes(view):
         index = bytes(view[start:end]) if name == b"moov" and end <= len(view) else b""
@@ -215,12 +208,12 @@ def _endless_edits(view: memoryview) -> list[tuple[int, bytes]]:
             count = int.from_bytes(index[place - 4 : place], "big")
             if not 0 < count * (2 * width + 4) <= len(index) - place:
                 continue
-            edits = range(place, place + count * (2 * width + 4), 2 * width + 4)
-            durations = [
-                (edit, index[edit : edit + width])
-                for edit in edits
-                if index[edit + width : edit + 2 * width] != b"\xff" * width  # which shows nothing
-            ]
+            durations = []
+            for number, edit in enumerate(range(place, place + count * (2 * width + 4), 2 * width + 4)):
+                if index[edit + width : edit + 2 * width] != _NOTHING[:width]:
+                    durations.append((edit, index[edit : edit + width]))
+                elif number:
+                    written.append((start + edit + width, _LATEST.rjust(width, b"\0")))
             if durations and not any(any(duration) for _, duration in durations):
-                written.append((start + durations[-1][0] + width - 4, _FOR_EVER))
+                written.append((start + durations[-1][0] + width - 4, _LATEST))
     return written

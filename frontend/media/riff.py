@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from shmring.frontend.media.damage import Shortfall
+from shmring.frontend.media.damage import Shortfall, taken_for_samples
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.signatures import is_another_file
 
@@ -157,14 +157,14 @@ def wav_sizes(data: memoryview, max_nbytes: int) -> WavSizes:
     if missing > 0:
         return WavSizes(shortfall=Shortfall(missing=missing, promised=promised, unit="bytes of samples"))
     goes_to_the_end = promised > wav.nbytes
-    told = None
+    shortfall = None
     if wav.nbytes and not wav.says_to_go_on and wav.has_much_behind(data):
-        more = f"{len(data) - wav.padded_end} bytes behind its {wav.nbytes} bytes of samples"
+        more = len(data) - wav.padded_end
         if goes_to_the_end:
-            told = f"{more} are taken for samples, as they are nothing else"
+            shortfall = taken_for_samples(more, wav.nbytes)
         elif is_another_file(data[wav.padded_end :]):
-            told = f"{more} are another file, or its tags, and are left out"
-    shortfall = Shortfall(missing=0, promised=0, unit="", cause=told, is_damage=False) if told else None
+            told = f"{more} bytes behind its {wav.nbytes} bytes of samples are another file, or its tags, and are left out"
+            shortfall = Shortfall(missing=0, promised=0, unit="", cause=told, is_damage=False)
     return WavSizes(shortfall=shortfall, goes_to_the_end=goes_to_the_end)
 
 

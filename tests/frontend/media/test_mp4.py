@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 from collections.abc import Callable
 
@@ -60,6 +61,57 @@ def test_what_two_tables_agree_on_is_there(clip_of: Make) -> None:
 def test_frames_that_do_not_last_as_long_as_the_track_are_told(clip_of: Make, number: int) -> None:
     _, clip = decoded(with_number(clip_of(LEVELS, bf="0"), "stts", 12, number), num_frames=100)
     assert "its index is damaged: by its tables, its frames last for " in clip.shortfall
+
+
+@for_each("head", ["mdhd", "mvhd"])
+@for_each("factor", [0.01, 0.1, 10, 1000])
+@for_each("has_edits", [True, False])
+def test_a_unit_of_time_that_is_damaged_is_told(clip_of: Make, head: str, factor: float, has_edits: bool) -> None:
+    data = clip_of(LEVELS, bf="0") if has_edits else clip_of(LEVELS, bf="0").replace(b"edts", b"free")
+    place = data.index(head.encode()) + 16
+    units = int.from_bytes(data[place : place + 4], "big")
+    _, clip = decoded(with_number(data, head, 12, round(units * factor)), num_frames=100)
+    assert re.search(r"by its index, .* s of it are shown, and its frames last for .* s", clip.shortfall)
+
+
+def with_edits(data: bytes, *edits: tuple[int, int], version: int = 0) -> bytes:
+    """With other edits: how long each lasts, and from when on, in ms and in the track's unit; its tables stand at its end."""
+    start = data.index(b"edts") - 4
+    end = start + int.from_bytes(data[start : start + 4], "big")
+    content = b"".join(struct.pack(">QqI" if version else ">IiI", lasts, time, 1 << 16) for lasts, time in edits)
+    table = struct.pack(">I4sII", 16 + len(content), b"elst", version << 24, len(edits)) + content
+    made = bytearray(data[:start] + struct.pack(">I4s", 8 + len(table), b"edts") + table + data[end:])
+    for name in (b"trak", b"moov"):
+        place = made.rindex(name, 0, start) - 4
+        made[place : place + 4] = struct.pack(">I", int.from_bytes(made[place : place + 4], "big") + len(made) - len(data))
+    return bytes(made)
+
+
+@for_each("version", [0, 1])
+@for_each("order", [{"bf": "0"}, {"bf": "3"}])
+def test_an_edit_that_shows_nothing_is_a_pause_wherever_it_stands(clip_of: Make, version: int, order: dict[str, str]) -> None:
+    data = clip_of(LEVELS, g="10", **order)
+    first, unit = (
+        int.from_bytes(data[place : place + 4], "big") for place in (data.index(b"elst") + 16, data.index(b"mdhd") + 16)
+    )
+    for pause in range(4):
+        edits = [(400, first), (800, first + unit * 4 // 10), (800, first + unit * 12 // 10)]
+        edits.insert(pause, (1000, -1))
+        frames, clip = decoded(with_edits(data, *edits, version=version), num_frames=100)
+        assert numbers(frames) == list(range(NUM_FRAMES))
+        starts_s = [
+            number / 25 + (1 if number >= frame else 0) for number in range(NUM_FRAMES) for frame in ((0, 10, 30, 50)[pause],)
+        ]
+        np.testing.assert_allclose(clip.timestamps_s, np.subtract(starts_s, starts_s[0]), atol=0.002)
+        assert clip.shortfall == ""
+
+
+@for_each(("container", "codec"), [("mp4", "aac"), ("mov", "pcm_s16le")])
+def test_a_recording_is_not_heard_twice_because_of_a_pause(recording_of: Make, container: str, codec: str) -> None:
+    data = recording_of(tone(500, 2), 16_000, container, codec)
+    sound = recording(with_edits(data, (1000, 1024 if codec == "aac" else 0), (1000, -1), (1000, 16_000)))[1]
+    assert sound.duration_s == pytest.approx(2, abs=0.1)
+    assert sound.shortfall == ""
 
 
 def test_a_table_that_is_not_there_is_told(clip_of: Make) -> None:

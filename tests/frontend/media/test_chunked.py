@@ -1,0 +1,37 @@
+"""AIFFs and CAFs that have more samples than they say."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from tests.frontend.media.test_pieces import recording, tone
+from tests.tables import for_each
+
+Make = Callable[..., bytes]
+RATE = 16_000
+FORMATS = [("caf", "pcm_s16le", 2), ("caf", "pcm_f32be", 4), ("aiff", "pcm_s16be", 2), ("aiff", "pcm_s24be", 3)]
+
+
+@for_each(("container", "codec", "nbytes"), FORMATS)
+def test_samples_behind_the_end_are_heard_and_told(recording_of: Make, container: str, codec: str, nbytes: int) -> None:
+    first, second = (recording_of(tone(pitch, 1), RATE, container, codec) for pitch in (500, 900))
+    samples = second[-RATE * nbytes :]
+    whole, told = recording(first + samples)
+    assert told.duration_s == pytest.approx(2)
+    for pitch, half in ((500, whole[:RATE]), (900, whole[RATE:])):
+        assert abs(half @ tone(pitch, 1)) > 0.99 * (half @ half) ** 0.5 * (tone(pitch, 1) @ tone(pitch, 1)) ** 0.5
+    assert f"{len(samples)} bytes behind its " in told.shortfall
+    assert told.shortfall.endswith("bytes of samples are taken for samples, as they are nothing else")
+
+
+@for_each(("container", "codec", "nbytes"), FORMATS)
+def test_what_is_something_else_behind_the_end_is_left_out(recording_of: Make, container: str, codec: str, nbytes: int) -> None:
+    data = recording_of(tone(500, 1), RATE, container, codec)
+    chunk = b"free" + struct.pack(">Q" if container == "caf" else ">I", 10_000) + bytes(10_000)
+    for behind in (b"", bytes(RATE * nbytes // 10), chunk, 2 * chunk, b"ID3" + bytes(10_000)):
+        _, told = recording(data + behind)
+        assert told.duration_s == pytest.approx(1, abs=0.001)
+        assert told.shortfall == ""
