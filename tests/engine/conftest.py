@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from shmring.engine.executors import create_executor
+from shmring.engine.executors.interface import ExecutorOptions
 
 
 def skip_without_torchvision() -> None:
@@ -43,3 +47,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return written[key]
 
     return write
+
+
+@pytest.fixture(scope="module")
+def whisper(tiny_model: Callable[..., Path]) -> Path:
+    """The directory of a speech model."""
+    return tiny_model("whisper")
+
+
+@pytest.fixture(scope="module")
+def speech_executor(whisper: Path) -> Iterator[Any]:
+    """The executor ``transformers`` with a speech model."""
+    executor = create_executor("transformers", ExecutorOptions(model=str(whisper)))
+    yield executor
+    executor.close()

@@ -5,7 +5,7 @@ sentences end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +39,10 @@ RATE = 16_000
 
 
 @pytest.fixture(scope="module")
-def directory(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("whisper")
-
-
-@pytest.fixture(scope="module")
-def executor(directory: Path) -> Iterator[SpeechExecutor]:
-    executor = create_executor("transformers", ExecutorOptions(model=str(directory)))
-    assert isinstance(executor, SpeechExecutor)
-    yield executor
-    executor.close()
-
-
-@pytest.fixture(scope="module")
-def reference(directory: Path) -> tuple[Any, Any]:
+def reference(whisper: Path) -> tuple[Any, Any]:
     """The model and its processor, as transformers loads them."""
-    model = transformers.WhisperForConditionalGeneration.from_pretrained(directory, local_files_only=True)
-    return model.eval(), transformers.WhisperProcessor.from_pretrained(directory, local_files_only=True)
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(whisper, local_files_only=True)
+    return model.eval(), transformers.WhisperProcessor.from_pretrained(whisper, local_files_only=True)
 
 
 def sound(seconds: float) -> torch.Tensor:
@@ -72,10 +59,10 @@ def ask(
     )
 
 
-def hear(executor: SpeechExecutor, request: Any, request_id: int = 1) -> list[GenerateReply]:
+def hear(speech_executor: SpeechExecutor, request: Any, request_id: int = 1) -> list[GenerateReply]:
     payload, replies = request, []
     for _ in range(5000):
-        [output] = executor.execute([StepInput(request_id, payload)])
+        [output] = speech_executor.execute([StepInput(request_id, payload)])
         payload = None
         if isinstance(output, Exception):
             raise output
@@ -91,8 +78,8 @@ def segments_of(replies: Sequence[GenerateReply]) -> list[SpeechSegment]:
     return [segment for reply in replies for segment in reply.segments]
 
 
-def test_it_says_what_it_does(executor: SpeechExecutor) -> None:
-    description = executor.describe()
+def test_it_says_what_it_does(speech_executor: SpeechExecutor) -> None:
+    description = speech_executor.describe()
     assert (description.tasks, description.model) == (["transcribe", "translate"], "tiny-whisper")
     assert description.input.sound is not None
     assert (description.input.sound.form, description.input.sound.sample_rate) == ("waveform", RATE)
@@ -101,26 +88,26 @@ def test_it_says_what_it_does(executor: SpeechExecutor) -> None:
 @for_each("task", ["transcribe", "translate"])
 @for_each("language", ["en", "German"])
 def test_a_window_is_written_as_transformers_writes_it(
-    executor: SpeechExecutor, reference: tuple[Any, Any], task: str, language: str, monkeypatch: pytest.MonkeyPatch
+    speech_executor: SpeechExecutor, reference: tuple[Any, Any], task: str, language: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, processor = reference
     chosen: list[int] = []
-    choose = executor._next_token
+    choose = speech_executor._next_token
 
     def note(*arguments: Any) -> tuple[int, float]:
         token, logprob = choose(*arguments)
         chosen.append(token)
         return token, logprob
 
-    monkeypatch.setattr(executor, "_next_token", note)
+    monkeypatch.setattr(speech_executor, "_next_token", note)
     request = ask(30.0, task=task, language=language)
-    executor.execute([StepInput(9, request)])
-    window = executor._transcripts[9].window
-    while window is not None and executor._transcripts[9].window is window:
-        executor.execute([StepInput(9, None)])
-        if 9 not in executor._transcripts:
+    speech_executor.execute([StepInput(9, request)])
+    window = speech_executor._transcripts[9].window
+    while window is not None and speech_executor._transcripts[9].window is window:
+        speech_executor.execute([StepInput(9, None)])
+        if 9 not in speech_executor._transcripts:
             break
-    executor.forget(9)
+    speech_executor.forget(9)
     features = processor(request.media[0].samples.numpy(), sampling_rate=RATE, return_tensors="pt").input_features
     code = {"en": "en", "German": "de"}[language]
     names = ["<|startoftranscript|>", f"<|{code}|>", f"<|{task}|>"]
@@ -143,19 +130,19 @@ def test_a_window_is_written_as_transformers_writes_it(
     assert len(chosen) > 5
 
 
-def test_the_language_is_found_out(executor: SpeechExecutor, reference: tuple[Any, Any]) -> None:
+def test_the_language_is_found_out(speech_executor: SpeechExecutor, reference: tuple[Any, Any]) -> None:
     model, processor = reference
     features = processor(sound(3.0).numpy(), sampling_rate=RATE, return_tensors="pt").input_features
     found = processor.tokenizer.decode(model.detect_language(features))
     names = {"<|en|>": "english", "<|de|>": "german"}
-    replies = hear(executor, ask())
+    replies = hear(speech_executor, ask())
     assert {reply.language for reply in replies} == {names[found]}
     code = found[2:-2]
-    assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in hear(executor, ask(language=code))]
+    assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in hear(speech_executor, ask(language=code))]
 
 
-def test_a_long_recording_is_heard_to_its_end(executor: SpeechExecutor) -> None:
-    replies = hear(executor, ask(75.0, language="en"))
+def test_a_long_recording_is_heard_to_its_end(speech_executor: SpeechExecutor) -> None:
+    replies = hear(speech_executor, ask(75.0, language="en"))
     assert [reply.finish_reason for reply in replies] == [None] * (len(replies) - 1) + ["stop"]
     segments = segments_of(replies)
     assert len({segment.window_s for segment in segments}) >= 3
@@ -171,10 +158,10 @@ def test_a_long_recording_is_heard_to_its_end(executor: SpeechExecutor) -> None:
 
 
 def write(
-    executor: SpeechExecutor, monkeypatch: pytest.MonkeyPatch, seconds: float, *windows: str, no_speech: float = 0.0
+    speech_executor: SpeechExecutor, monkeypatch: pytest.MonkeyPatch, seconds: float, *windows: str, no_speech: float = 0.0
 ) -> Any:
     """What becomes of a recording if the model writes this: words, and times between bars; a dot ends a window."""
-    tokenizer = executor._checkpoint.tokenizer
+    tokenizer = speech_executor._checkpoint.tokenizer
     script = [
         tokenizer.convert_tokens_to_ids(f"<|{float(part):.2f}|>")
         if part[0].isdigit()
@@ -190,8 +177,8 @@ def write(
         window.no_speech = no_speech
         return next(left), -2.0
 
-    monkeypatch.setattr(executor, "_next_token", choose)
-    segments = segments_of(hear(executor, ask(seconds, language="en")))
+    monkeypatch.setattr(speech_executor, "_next_token", choose)
+    segments = segments_of(hear(speech_executor, ask(seconds, language="en")))
     assert list(left) == []
     return [(segment.start_s, segment.end_s, segment.text) for segment in segments]
 
@@ -216,30 +203,30 @@ def write(
     ],
 )
 def test_windows_begin_where_sentences_end(
-    executor: SpeechExecutor, monkeypatch: pytest.MonkeyPatch, seconds: float, windows: list[str], expected: Any
+    speech_executor: SpeechExecutor, monkeypatch: pytest.MonkeyPatch, seconds: float, windows: list[str], expected: Any
 ) -> None:
-    written = write(executor, monkeypatch, seconds, *windows)
+    written = write(speech_executor, monkeypatch, seconds, *windows)
     assert [(pytest.approx(start), pytest.approx(end), text) for start, end, text in written] == expected
 
 
-def test_of_silence_nothing_is_written(executor: SpeechExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_silence_nothing_is_written(speech_executor: SpeechExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the model is sure of what it wrote."""
-    assert write(executor, monkeypatch, 40.0, "0 a 20 .", "0 a 9 .", no_speech=0.7) == []
+    assert write(speech_executor, monkeypatch, 40.0, "0 a 20 .", "0 a 9 .", no_speech=0.7) == []
     monkeypatch.setattr("shmring.engine.executors.speech_windows._LEAST_LOGPROB", -3.0)
-    assert len(write(executor, monkeypatch, 40.0, "0 a 20 .", "0 a 9 .", no_speech=0.7)) == 2
+    assert len(write(speech_executor, monkeypatch, 40.0, "0 a 20 .", "0 a 9 .", no_speech=0.7)) == 2
 
 
 # -- steps --------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_takes_each_request_a_token_further(executor: SpeechExecutor) -> None:
+def test_a_step_takes_each_request_a_token_further(speech_executor: SpeechExecutor) -> None:
     """So a short recording need not wait for a long one, and both are written as they are alone."""
-    alone = [hear(executor, ask(seconds, language="en")) for seconds in (3.0, 65.0)]
-    executor.execute([StepInput(2, ask(65.0, language="en"))])
+    alone = [hear(speech_executor, ask(seconds, language="en")) for seconds in (3.0, 65.0)]
+    speech_executor.execute([StepInput(2, ask(65.0, language="en"))])
     payload, together, ended = ask(3.0, language="en"), {1: [], 2: []}, []  # type: ignore[var-annotated]
     while len(ended) < 2:
         running = [number for number in (1, 2) if number not in ended]
-        outputs = executor.execute([StepInput(number, payload if number == 1 else None) for number in running])
+        outputs = speech_executor.execute([StepInput(number, payload if number == 1 else None) for number in running])
         payload = None
         for number, output in zip(running, outputs, strict=True):
             assert not isinstance(output, Exception)
@@ -250,26 +237,26 @@ def test_a_step_takes_each_request_a_token_further(executor: SpeechExecutor) -> 
                 ended.append(number)
     assert ended == [1, 2]
     assert [segments_of(together[number]) for number in (1, 2)] == [segments_of(replies) for replies in alone]
-    assert executor._transcripts == {}
+    assert speech_executor._transcripts == {}
 
 
-def test_who_is_forgotten_takes_no_memory(executor: SpeechExecutor) -> None:
-    executor.execute([StepInput(5, ask(65.0))])
-    assert 5 in executor._transcripts
-    executor.forget(5)
-    executor.forget(6)
-    assert executor._transcripts == {}
+def test_who_is_forgotten_takes_no_memory(speech_executor: SpeechExecutor) -> None:
+    speech_executor.execute([StepInput(5, ask(65.0))])
+    assert 5 in speech_executor._transcripts
+    speech_executor.forget(5)
+    speech_executor.forget(6)
+    assert speech_executor._transcripts == {}
 
 
-def test_the_recording_is_not_read_behind_its_first_step(executor: SpeechExecutor) -> None:
+def test_the_recording_is_not_read_behind_its_first_step(speech_executor: SpeechExecutor) -> None:
     """Its slot goes back then."""
-    plain = hear(executor, ask(35.0, language="en"))
+    plain = hear(speech_executor, ask(35.0, language="en"))
     request = ask(35.0, language="en")
-    executor.execute([StepInput(1, request)])
+    speech_executor.execute([StepInput(1, request)])
     request.media[0].samples.zero_()
     replies = []
     while True:
-        [output] = executor.execute([StepInput(1, None)])
+        [output] = speech_executor.execute([StepInput(1, None)])
         assert not isinstance(output, Exception)
         replies += [output.reply] if output.reply is not None else []
         if output.finished:
@@ -277,33 +264,34 @@ def test_the_recording_is_not_read_behind_its_first_step(executor: SpeechExecuto
     assert segments_of(replies) == segments_of(plain)  # type: ignore[arg-type]
 
 
-def test_chance_is_repeatable(executor: SpeechExecutor) -> None:
+def test_chance_is_repeatable(speech_executor: SpeechExecutor) -> None:
     first, again, other = (
-        [reply.token_ids for reply in hear(executor, ask(language="en", temperature=1.0, seed=seed))] for seed in (1, 1, 2)
+        [reply.token_ids for reply in hear(speech_executor, ask(language="en", temperature=1.0, seed=seed))]
+        for seed in (1, 1, 2)
     )
     assert first == again
     assert first != other
-    assert first != [reply.token_ids for reply in hear(executor, ask(language="en"))]
+    assert first != [reply.token_ids for reply in hear(speech_executor, ask(language="en"))]
 
 
-def test_what_was_said_before_stands_before_the_first_window(executor: SpeechExecutor) -> None:
+def test_what_was_said_before_stands_before_the_first_window(speech_executor: SpeechExecutor) -> None:
     request = ask(language="en", prompt="The boat is red. " * 50)
-    executor.execute([StepInput(4, request)])
-    window = executor._transcripts[4].window
+    speech_executor.execute([StepInput(4, request)])
+    window = speech_executor._transcripts[4].window
     assert window is not None, "the first step opens it"
-    executor.forget(4)
-    text = executor._checkpoint.tokenizer.decode(window.tokens)
+    speech_executor.forget(4)
+    text = speech_executor._checkpoint.tokenizer.decode(window.tokens)
     assert text.startswith("<|startofprev|>")
     assert text.endswith("boat is red.<|startoftranscript|><|en|><|transcribe|>")
     assert window.begin == len(window.tokens) == 32 + 3
-    assert hear(executor, ask(language="en", prompt="<|endoftext|>")) != []
+    assert hear(speech_executor, ask(language="en", prompt="<|endoftext|>")) != []
     begins = []
-    executor.execute([StepInput(4, ask(65.0, language="en", prompt="The boat is red."))])
-    transcript = executor._transcripts[4]
-    while 4 in executor._transcripts:
+    speech_executor.execute([StepInput(4, ask(65.0, language="en", prompt="The boat is red."))])
+    transcript = speech_executor._transcripts[4]
+    while 4 in speech_executor._transcripts:
         if transcript.window is not None and transcript.window.start_s not in [start for start, _ in begins]:
             begins.append((transcript.window.start_s, transcript.window.begin))
-        executor.execute([StepInput(4, None)])
+        speech_executor.execute([StepInput(4, None)])
     assert len(begins) > 1
     assert [begin for _, begin in begins[1:]] == [3] * (len(begins) - 1)
 
@@ -321,18 +309,18 @@ def test_what_was_said_before_stands_before_the_first_window(executor: SpeechExe
         (ask(language="fr"), "does not know the language 'fr'"),
     ],
 )
-def test_what_it_does_not_do_is_refused(executor: SpeechExecutor, request_: Any, complaint: str) -> None:
-    [output] = executor.execute([StepInput(1, request_)])
+def test_what_it_does_not_do_is_refused(speech_executor: SpeechExecutor, request_: Any, complaint: str) -> None:
+    [output] = speech_executor.execute([StepInput(1, request_)])
     assert isinstance(output, ValueError)
     assert complaint in str(output)
-    assert executor._transcripts == {}
+    assert speech_executor._transcripts == {}
 
 
-async def test_a_recording_goes_through_the_slab(executor: SpeechExecutor, socket_dir: Any) -> None:
+async def test_a_recording_goes_through_the_slab(speech_executor: SpeechExecutor, socket_dir: Any) -> None:
     request = ask(40.0, language="en")
-    alone = segments_of(hear(executor, request))
+    alone = segments_of(hear(speech_executor, request))
     options = {"slab_nbytes": "16MiB", "socket_dir": str(socket_dir)}
-    async with await EngineCore.create("speech", executor, **options) as core:
+    async with await EngineCore.create("speech", speech_executor, **options) as core:
         running = asyncio.create_task(core.run())
         async with await EngineClient.connect("speech", socket_dir=str(socket_dir), lease_nbytes="64KiB") as client:
             assert "transcribe" in (await client.describe()).tasks
@@ -344,10 +332,10 @@ async def test_a_recording_goes_through_the_slab(executor: SpeechExecutor, socke
     await running
 
 
-def test_options_are_those_of_the_executor(directory: Path) -> None:
+def test_options_are_those_of_the_executor(whisper: Path) -> None:
     with pytest.raises(ValueError, match="has no option 'pool'"):
-        create_executor("transformers", ExecutorOptions(model=str(directory), options={"pool": 1}))
+        create_executor("transformers", ExecutorOptions(model=str(whisper), options={"pool": 1}))
     with pytest.raises(ValueError, match="mm_processor_kwargs"):
-        create_executor("transformers", ExecutorOptions(model=str(directory), mm_processor_kwargs={"a": 1}))
-    small = create_executor("transformers", ExecutorOptions(model=str(directory), options={"max_num_seqs": 3}))
+        create_executor("transformers", ExecutorOptions(model=str(whisper), mm_processor_kwargs={"a": 1}))
+    small = create_executor("transformers", ExecutorOptions(model=str(whisper), options={"max_num_seqs": 3}))
     assert small.describe().max_batch_size == 3

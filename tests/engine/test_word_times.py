@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,6 @@ from transformers.models.whisper import generation_whisper  # noqa: E402
 
 from shmring.engine.executors import speech_windows, word_times  # noqa: E402
 from shmring.engine.executors.speech import SpeechExecutor  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def directory(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model("whisper")
-
-
-@pytest.fixture(scope="module")
-def executor(directory: Path) -> Iterator[SpeechExecutor]:
-    executor = create_executor("transformers", ExecutorOptions(model=str(directory)))
-    assert isinstance(executor, SpeechExecutor)
-    yield executor
-    executor.close()
 
 
 def reference(weights: torch.Tensor) -> list[int]:
@@ -61,11 +47,11 @@ def test_tokens_that_look_at_one_moment_each_begin_there() -> None:
 
 
 def test_the_weights_are_those_of_transformers(
-    executor: SpeechExecutor, directory: Path, monkeypatch: pytest.MonkeyPatch
+    speech_executor: SpeechExecutor, whisper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each token that was read to choose one of the text, where the recording has something."""
     model = transformers.WhisperForConditionalGeneration.from_pretrained(
-        directory, local_files_only=True, attn_implementation="eager"
+        whisper, local_files_only=True, attn_implementation="eager"
     ).eval()
     seen: list[torch.Tensor] = []
     find = word_times.first_moments
@@ -79,8 +65,8 @@ def test_the_weights_are_those_of_transformers(
 
     monkeypatch.setattr(speech_windows.SpeechModel, "open", keep)
     request = ask(12.0, language="en", words=True)
-    hear(executor, request)
-    extractor = transformers.WhisperFeatureExtractor.from_pretrained(directory)
+    hear(speech_executor, request)
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(whisper)
     features = extractor(request.media[0].samples.numpy(), sampling_rate=RATE, return_tensors="pt").input_features
     [window], [found] = windows, seen
     with torch.inference_mode():
@@ -91,11 +77,11 @@ def test_the_weights_are_those_of_transformers(
     torch.testing.assert_close(found, weights, rtol=1e-2, atol=1e-3)
 
 
-def test_words_are_said_in_their_order_and_are_the_text(executor: SpeechExecutor) -> None:
-    assert executor.describe().word_times
-    plain = segments_of(hear(executor, ask(75.0, language="en")))
+def test_words_are_said_in_their_order_and_are_the_text(speech_executor: SpeechExecutor) -> None:
+    assert speech_executor.describe().word_times
+    plain = segments_of(hear(speech_executor, ask(75.0, language="en")))
     assert [segment.words for segment in plain] == [[]] * len(plain)
-    replies = hear(executor, ask(75.0, language="en", words=True))
+    replies = hear(speech_executor, ask(75.0, language="en", words=True))
     segments = segments_of(replies)
     assert [segment.text for segment in segments] == [segment.text for segment in plain]
     words = [word for segment in segments for word in segment.words]
@@ -108,15 +94,15 @@ def test_words_are_said_in_their_order_and_are_the_text(executor: SpeechExecutor
     assert len({word.start_s for word in words}) > len(words) // 2
 
 
-def test_words_last_until_what_follows_begins(executor: SpeechExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_last_until_what_follows_begins(speech_executor: SpeechExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mark of time is something that follows, and a token of a word is not."""
-    tokenizer = executor._checkpoint.tokenizer
+    tokenizer = speech_executor._checkpoint.tokenizer
     parts = ["<|0.00|>", *tokenizer.tokenize(" the boat is"), "<|4.00|>", "<|4.00|>", *tokenizer.tokenize(" red"), "<|6.00|>"]
     script = iter([*tokenizer.convert_tokens_to_ids(parts), tokenizer.eos_token_id])
-    monkeypatch.setattr(executor, "_next_token", lambda *_: (next(script), -0.1))
+    monkeypatch.setattr(speech_executor, "_next_token", lambda *_: (next(script), -0.1))
     times_s = [0.1 * number for number in range(len(parts) + 1)]
-    monkeypatch.setattr(executor, "_time_tokens", lambda *_: times_s)
-    first, second = segments_of(hear(executor, ask(10.0, language="en", words=True)))
+    monkeypatch.setattr(speech_executor, "_time_tokens", lambda *_: times_s)
+    first, second = segments_of(hear(speech_executor, ask(10.0, language="en", words=True)))
     assert (first.text, second.text) == (" the boat is", " red")
     words = [*first.words, *second.words]
     assert [word.text for word in words] == ["the", "boat", "is", "red"]
@@ -125,7 +111,7 @@ def test_words_last_until_what_follows_begins(executor: SpeechExecutor, monkeypa
     assert (words[0].start_s, words[3].start_s) == (times_s[1], times_s[parts.index("<|4.00|>") + 2])
 
 
-def test_a_model_that_does_not_name_its_heads_says_nothing_of_words(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_name_its_heads_says_nothing_of_words(whisper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = speech_windows.SpeechModel.__init__
 
     def without_heads(self: Any, name: str, tokenizer: Any, extractor: Any, config: Any, *rest: Any) -> None:
@@ -133,8 +119,8 @@ def test_a_model_that_does_not_name_its_heads_says_nothing_of_words(directory: P
         del config.alignment_heads
 
     monkeypatch.setattr(speech_windows.SpeechModel, "__init__", without_heads)
-    executor = create_executor("transformers", ExecutorOptions(model=str(directory)))
-    assert not executor.describe().word_times
-    [output] = executor.execute([StepInput(1, ask(words=True))])
+    speech_executor = create_executor("transformers", ExecutorOptions(model=str(whisper)))
+    assert not speech_executor.describe().word_times
+    [output] = speech_executor.execute([StepInput(1, ask(words=True))])
     assert isinstance(output, ValueError)
     assert "does not say when words are said" in str(output)
