@@ -46,6 +46,7 @@ class CallersTexts:
     Attributes:
         has_template: whether conversations can be laid out.
         variables: of its chat template, which callers may set.
+        has_effort: whether ``reasoning_effort`` is one of them.
         response_template: how the model writes answers with calls; None: conversations can't have tools, because the template
             does not write them, or calls in answers can't be read.
         message_tokens: that the template writes for a message in which nothing stands, as far as that is known.
@@ -68,6 +69,7 @@ class CallersTexts:
         self.has_template = bool(template)
         self.response_template = find_response_template(tokenizer, model) if "tools" in str(template) else None
         self.variables = _find_variables(template, tokenizer, processor)
+        self.has_effort = "reasoning_effort" in self.variables
         self._vocabulary_size = vocabulary_size
         self._max_model_len = max_model_len
         self._sanitizes = sanitizes

@@ -13,11 +13,19 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["SPEECH_MODEL", "Checkpoint", "LoadSettings", "find_model_type", "import_transformers", "load_checkpoint"]
+__all__ = [
+    "SPEECH_MODEL",
+    "Checkpoint",
+    "LoadSettings",
+    "ModelSource",
+    "find_model_type",
+    "import_transformers",
+    "load_checkpoint",
+]
 
 #: The type of models that write down what is said in recordings.
 SPEECH_MODEL = "whisper"
@@ -57,12 +65,32 @@ class LoadSettings:
             raise ValueError(f"max_model_len must be a whole number of at least 2, got {self.max_model_len!r}")
 
 
+class ModelSource(NamedTuple):
+    """Where a model is.
+
+    Attributes:
+        source: as libraries take it.
+        name: what requests call it: the last part of a directory's path, or the hub's name.
+        is_local: whether it is a directory.
+    """
+
+    source: str
+    name: str
+    is_local: bool
+
+    @classmethod
+    def of(cls, model: str) -> ModelSource:
+        """Looks for a model: a directory, or a name on the hub."""
+        directory = Path(model).expanduser()
+        return cls(str(directory), directory.resolve().name, True) if directory.is_dir() else cls(model, model, False)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A model, ready to be used.
 
     Attributes:
-        name: what requests call it: the last part of a directory's path, or the hub's name.
+        name: what requests call it.
         model: a ``PreTrainedModel`` in evaluation mode, on its device.
         tokenizer: of its text.
         processor: of its text and media; None: it takes text only.
@@ -104,15 +132,10 @@ def find_model_type(model: str | None) -> str | None:
     """
     if not model:
         return None
-    directory = Path(model).expanduser()
-    is_local = directory.is_dir()
     try:
-        config = import_transformers().AutoConfig.from_pretrained(
-            str(directory) if is_local else model, local_files_only=is_local, trust_remote_code=False
-        )
+        return str(_load_config(import_transformers(), ModelSource.of(model)).model_type)
     except (OSError, ValueError):  # loading it says what is wrong
         return None
-    return str(config.model_type)
 
 
 def load_checkpoint(model: str | None, settings: LoadSettings) -> Checkpoint:
@@ -129,24 +152,27 @@ def load_checkpoint(model: str | None, settings: LoadSettings) -> Checkpoint:
     """
     if not model:
         raise ValueError("the transformers executor needs a model: a directory, or a name on the Hugging Face hub")
-    directory = Path(model).expanduser()
-    is_local = directory.is_dir()
-    if not is_local and (directory.is_absolute() or model.startswith((".", "~"))):
+    place = ModelSource.of(model)
+    if not place.is_local and model.startswith(("/", ".", "~")):
         raise FileNotFoundError(f"there is no directory {model!r} to load a model from")
     transformers = import_transformers()
-    source = str(directory) if is_local else model
     try:
-        return _load(transformers, source, directory.resolve().name if is_local else model, is_local, settings)
+        return _load(transformers, place, settings)
     except ImportError as error:
         raise ImportError(f"model {model!r} needs a package that is not installed: {_first_line(error)}") from error
     except OSError as error:
         raise OSError(f"can't load model {model!r}: {_first_line(error)}") from error
 
 
-def _load(transformers: Any, source: str, name: str, is_local: bool, settings: LoadSettings) -> Checkpoint:
+def _load_config(transformers: Any, place: ModelSource) -> Any:
+    return transformers.AutoConfig.from_pretrained(place.source, local_files_only=place.is_local, trust_remote_code=False)
+
+
+def _load(transformers: Any, place: ModelSource, settings: LoadSettings) -> Checkpoint:
     transformers.utils.logging.disable_progress_bar()  # an engine's log is no terminal
-    common = {"local_files_only": is_local, "trust_remote_code": False}
-    config = transformers.AutoConfig.from_pretrained(source, **common)
+    source, name = place.source, place.name
+    common = {"local_files_only": place.is_local, "trust_remote_code": False}
+    config = _load_config(transformers, place)
     is_multimodal = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_speech = config.model_type == SPEECH_MODEL
     answers = is_multimodal or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING

@@ -29,7 +29,7 @@ import heapq
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -136,19 +136,10 @@ class EncodingLine:
             results = self._encode_first(turn[0][0], offered)
             before, now = now, time.perf_counter()
             self._progress[turn[0][0]].seconds += 0.0 if results else now - before
-            following = iter(results)
-            for number, items in turn:
-                progress = self._progress[number]
-                output = None
-                taken = list(itertools.islice(following, len(items)))
-                for result in taken:
-                    progress.seconds += (now - before) / len(results)
-                    output = output or self._note(progress, requests[number], result)
-                if not progress.is_small and (taken or not results):
-                    self._large_at = now
+            for number, output in self._note_turn(turn, results, requests, now - before, now):
                 if output is not None:
                     outputs[number] = output
-                elif progress.is_small:
+                elif self._progress[number].is_small:
                     small.appendleft(number)
                 else:
                     heapq.heappush(large, self._place(number, owner, requests))
@@ -199,6 +190,27 @@ class EncodingLine:
         except Exception as error:  # noqa: BLE001 - any error of a request fails only that request
             return [error]
         return []
+
+    def _note_turn(
+        self,
+        turn: Sequence[tuple[int, Sequence[Text | Medium]]],
+        results: Sequence[Encoded | Exception],
+        requests: Mapping[int, EncodeRequest],
+        took_s: float,
+        now: float,
+    ) -> Iterator[tuple[int, StepOutput | Exception | None]]:
+        """Takes what has come of a turn; returns what the callers are to be sent, if it is time for that."""
+        following = iter(results)
+        for number, items in turn:
+            progress = self._progress[number]
+            output = None
+            taken = list(itertools.islice(following, len(items)))
+            for result in taken:
+                progress.seconds += took_s / len(results)
+                output = output or self._note(progress, requests[number], result)
+            if not progress.is_small and (taken or not results):
+                self._large_at = now
+            yield number, output
 
     def _note(self, progress: _Progress, request: EncodeRequest, result: Encoded | Exception) -> StepOutput | Exception | None:
         """Takes what an input became; returns what its caller is to be sent, if it is time for that."""

@@ -9,21 +9,25 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from shmring.engine.executors.interface import FormRefusedError
-from shmring.engine.protocol import MAX_CHOICES, MAX_FORM_CHARACTERS, StructuredOutputsParams, parameters_of
+from shmring.engine.protocol import (
+    MAX_CHOICES,
+    MAX_FORM_CHARACTERS,
+    GenerateRequest,
+    StructuredOutputsParams,
+    parameters_of,
+)
 
 __all__ = [
     "Form",
     "can_require_calls",
     "form_of",
-    "form_of_answer_or_calls",
-    "form_of_calls",
-    "form_of_strict_call",
+    "form_of_request",
     "opening_mark",
     "quoted",
     "schemas_of",
@@ -60,71 +64,49 @@ def form_of(structure: StructuredOutputsParams) -> Form:
     return _checked(form)
 
 
-def form_of_calls(template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Form:
-    """Returns the form of an answer that calls tools and does nothing else.
+def form_of_request(request: GenerateRequest, template: Mapping[str, Any] | None, name: str) -> Form:
+    """Returns the form of an answer: JSON or the like, calls of tools, or one of both. Or that of each call in it behind the
+    call's opening mark, its closing mark included, if it may be anything else.
 
     Args:
+        request: one that needs a form.
         template: how the model writes, as transformers says it.
-        tools: that it may call.
-        parallel: whether there may be several calls.
+        name: of the model.
 
     Raises:
-        ValueError: they are too many or too long.
+        ValueError: the form has too much, or calls of this model can't be required.
     """
-    opening, closing = _marks_of(template)
-    more = f"(BREAK? call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
-    functions = [tool["function"] for tool in tools]
-    parameters = [(function["name"], function.get("parameters")) for function in functions]
-    return _form_of_calls({"opening": opening, "closing": closing}, f"start: call {more}\ncall: opening", parameters)
+    structure, is_required = request.sampling.structured_outputs, request.tool_choice == "required"
+    if structure is not None and not request.tools:
+        return form_of(structure)
+    if not request.tools:
+        raise ValueError("a call is required, and there are no tools")
+    marks = None if template is None else _read_marks(template)
+    if marks is None:
+        raise ValueError(f"the model {name!r} can't be made to call a tool: its calls are no JSON between two marks")
+    functions = [tool["function"] for tool in request.tools]
+    keeps = [is_required or function["name"] in request.strict_tools for function in functions]
+    schemas = [
+        (function["name"], (function.get("parameters") or {}) if kept else {})
+        for function, kept in zip(functions, keeps, strict=True)
+    ]
+    if not is_required and structure is None:
+        return _form_of_calls({"closing": marks[1]}, "start:", schemas)
+    more = f" (BREAK? call){{0,{_MAX_CALLS - 1}}}" if request.parallel_tool_calls else ""
+    answer = None if is_required or structure is None else _answer_of(structure)
+    start = f"start: call{more}{'' if answer is None else ' | answer'}\ncall: opening"
+    return _form_of_calls({"opening": marks[0], "closing": marks[1]}, start, schemas, answer)
 
 
-def form_of_answer_or_calls(
-    template: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]],
-    structure: StructuredOutputsParams,
-    strict: Collection[str],
-    *,
-    parallel: bool,
-) -> Form:
-    """Returns the form of an answer that is JSON of a schema, unless it calls tools.
-
-    Args:
-        template, tools, parallel: as of :func:`form_of_calls`.
-        structure: what the answer must be if it calls none.
-        strict: as of :func:`form_of_strict_call`.
-
-    Raises:
-        ValueError: they are too many or too long; or the answer is to be something else than JSON.
-    """
+def _answer_of(structure: StructuredOutputsParams) -> Mapping[str, Any]:
+    """Returns the schema of an answer that may call tools instead."""
     kind, text = form_of(structure)
     if kind != "json":
         raise ValueError("an answer that may call tools has a form of JSON, or none")
     answer = msgspec.json.decode(text)
     if not isinstance(answer, dict):
         raise FormRefusedError("the form of the answer can't be compiled: a schema is a JSON object")
-    opening, closing = _marks_of(template)
-    more = f" (BREAK? call){{0,{_MAX_CALLS - 1}}}" if parallel else ""
-    start = f"start: call{more} | answer\ncall: opening"
-    return _form_of_calls({"opening": opening, "closing": closing}, start, _parameters_of(tools, strict), answer)
-
-
-def form_of_strict_call(template: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], strict: Collection[str]) -> Form:
-    """Returns the form of a call behind its opening mark, its closing mark included.
-
-    Args:
-        template: how the model writes, as transformers says it.
-        tools: that may be called.
-        strict: those whose schemas the call keeps to, by name; of others, it has any arguments.
-
-    Raises:
-        ValueError: they are too many or too long.
-    """
-    return _form_of_calls({"closing": _marks_of(template)[1]}, "start:", _parameters_of(tools, strict))
-
-
-def _parameters_of(tools: Sequence[Mapping[str, Any]], strict: Collection[str]) -> list[tuple[str, Mapping[str, Any] | None]]:
-    functions = [tool["function"] for tool in tools]
-    return [(function["name"], function.get("parameters") if function["name"] in strict else None) for function in functions]
+    return answer
 
 
 def _without_options(schema: str) -> str:
@@ -143,13 +125,13 @@ def _without_options(schema: str) -> str:
 def _form_of_calls(
     marks: Mapping[str, str],
     start: str,
-    parameters: Sequence[tuple[str, Mapping[str, Any] | None]],
+    schemas: Sequence[tuple[str, Mapping[str, Any]]],
     answer: Mapping[str, Any] | None = None,
 ) -> Form:
     """Returns a form of calls: the marks in it, what stands before a call, the schema of each function's arguments, and that of
     an answer without calls, if there may be one."""
-    schemas = [(name, dict(schema or {}) | {"type": "object"}) for name, schema in parameters]
-    return _checked(("calls", msgspec.json.encode([marks, start, schemas, answer]).decode()))
+    objects = [(name, dict(schema) | {"type": "object"}) for name, schema in schemas]
+    return _checked(("calls", msgspec.json.encode([marks, start, objects, answer]).decode()))
 
 
 def _call_of(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +159,9 @@ def schemas_of(form: Form) -> list[tuple[str, str]]:
 
 def opening_mark(template: Mapping[str, Any]) -> str:
     """Returns what stands before a call of a model whose calls have a form that is known here."""
-    return _marks_of(template)[0]
+    marks = _read_marks(template)
+    assert marks is not None, "can_require_calls says so"
+    return marks[0]
 
 
 def can_require_calls(template: Mapping[str, Any] | None) -> bool:
@@ -219,12 +203,6 @@ def _checked(form: Form) -> Form:
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _marks_of(template: Mapping[str, Any]) -> tuple[str, str]:
-    marks = _read_marks(template)
-    assert marks is not None, "can_require_calls says so"
-    return marks
 
 
 def _read_marks(template: Mapping[str, Any]) -> tuple[str, str] | None:

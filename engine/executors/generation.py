@@ -349,35 +349,35 @@ class LanguageModel:
             Why it takes no flat steps; None if it does.
         """
         self.flat = False
-        reason: str | None = None
         texts = [{"input_ids": torch.arange(1, 1 + length, device=self.device).unsqueeze(0)} for length in (3, 7)]
         try:
-            reason = self._foreseen(texts)
+            if (reason := self._foreseen(texts)) is not None:
+                return reason
             examples = [*texts, *make_examples()]
             expected = self._try(examples, [])
-            config = self._model.get_decoder().config
+            decoder = self._model.get_decoder()
+            before = decoder.config._attn_implementation
         except Exception as error:  # noqa: BLE001 - a picture that its template does not take, for example
-            return reason or f"it can't be tried: {type(error).__name__}: {error}"
-        if reason is not None:
-            return reason
-        before = config._attn_implementation
+            return f"it can't be tried: {type(error).__name__}: {error}"
         transformers = importlib.import_module("transformers")
         transformers.AttentionInterface.register(ATTENTION, attend)
         transformers.AttentionMaskInterface.register(ATTENTION, refuse_mask)
-        config._attn_implementation = ATTENTION
-        door = self._model.get_decoder().register_forward_pre_hook(self._stop_at_the_door, with_kwargs=True)
+        decoder.config._attn_implementation = ATTENTION
+        door = decoder.register_forward_pre_hook(self._stop_at_the_door, with_kwargs=True)
         self.flat = True
-        try:
-            found = self._try(examples, [2, 3])
-            reason = None if self._are_alike(expected, found) else "it computes something else in flat steps"
-        except Exception as error:  # noqa: BLE001 - whatever an architecture does not understand
-            reason = str(error) if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {error}"
-        if reason is not None:
+        if (reason := self._try_flat(examples, expected)) is not None:
             self.flat = False
             self.contexts = ContextCache(self.device)
-            config._attn_implementation = before
+            decoder.config._attn_implementation = before
             door.remove()
         return reason
+
+    def _try_flat(self, examples: Sequence[Mapping[str, Any]], expected: Sequence[torch.Tensor]) -> str | None:
+        try:
+            found = self._try(examples, [2, 3])
+            return None if self._are_alike(expected, found) else "it computes something else in flat steps"
+        except Exception as error:  # noqa: BLE001 - whatever an architecture does not understand
+            return str(error) if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {error}"
 
     def _foreseen(self, texts: Sequence[Mapping[str, Any]]) -> str | None:
         """Returns what short prompts do not show."""

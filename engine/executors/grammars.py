@@ -18,9 +18,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import importlib
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,8 +27,9 @@ import numpy.typing as npt
 from shmring.engine.executors.checkpoint import Checkpoint
 from shmring.engine.executors.forms import Form, write_grammar
 from shmring.engine.executors.interface import FormError
-from shmring.engine.executors.shared_threads import SharedThreads, summed
-from shmring.engine.executors.trials import TRIAL_LIMITS, FormTokens, Trial, Trials, refused
+from shmring.engine.executors.preparing import FORMS, LOOKING_S, Stages, awaited
+from shmring.engine.executors.shared_threads import Job, SharedThreads, summed
+from shmring.engine.executors.trials import TRIAL_LIMITS, FormTokens, Trials, refused
 from shmring.engine.form_faults import explained
 
 __all__ = ["Grammar", "Grammars"]
@@ -48,8 +47,8 @@ _FEWEST_TOKENS = 32
 # What is added to the scores of eight tokens, by the byte that says which of them are allowed.
 _OF_BITS = np.where(np.arange(256)[:, np.newaxis] >> np.arange(8) & 1, 0, -np.inf).astype(np.float32)
 
-#: Has something done on a thread; what is done returns the seconds that it has used elsewhere.
-Submit: TypeAlias = Callable[[Callable[[], tuple[None, float]]], Future[None]]
+#: Has something done on a thread.
+Submit: TypeAlias = Callable[[Callable[[], None]], Job[None]]
 
 
 class Grammar:
@@ -66,7 +65,7 @@ class Grammar:
 
     Attributes:
         complete: whether nothing can follow.
-        seconds: of a processor that it took, until somebody pays for them.
+        job: finds out which tokens may be next.
     """
 
     def __init__(
@@ -78,20 +77,26 @@ class Grammar:
         self._taken: list[int] = []
         self._fresh_until = _FEWEST_TOKENS
         self._allowed: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # a bit for each token
-        self.future: Future[None] = Future()  # of the above
-        self.future.set_result(None)
-        self.seconds = 0.0
+        self._seconds = 0.0  # of jobs before this one, that nobody has paid for
         self.complete: bool = self._matcher.is_stopped()
-        self._find_allowed()
+        self._find_next()
+        self.job: Job[None] = Job("", lambda: None)  # it is done
+        self.job.run()
         if self._error:
             raise refused(self._error)
 
     def is_ready(self) -> bool:
         """Whether it is known which tokens may be next."""
-        if self.future.done() and self._error and len(self._taken) >= self._fresh_until:
+        if self.job.done() and self._error and len(self._taken) >= self._fresh_until:
             self._fresh_until = len(self._taken) + _FEWEST_TOKENS
-            self.future = self._compiling(self._renew)
-        return self.future.done()
+            self._begin_job(self._compiling, self._renew)
+        return self.job.done()
+
+    def take_seconds(self) -> float:
+        """Returns what it took of a processor since this was asked last."""
+        seconds = self._seconds + self.job.take_seconds(self.job.owner)
+        self._seconds = 0.0
+        return seconds
 
     def restrict(self, scores: npt.NDArray[np.float32]) -> None:
         """Leaves out the tokens that can't be next: their scores become minus infinity. It must be known which can.
@@ -102,7 +107,7 @@ class Grammar:
         Raises:
             FormError: it takes too long to say which can.
         """
-        self.future.result()
+        self.job.result()
         self._check()
         known = scores[: 8 * len(self._allowed)]
         known += _OF_BITS.take(self._allowed, axis=0).reshape(-1)[: len(known)]  # an eighth of the time of an index
@@ -117,12 +122,12 @@ class Grammar:
         tokens = self._tokenize(text)
         self._taken, self.complete, self._fresh_until = tokens, False, len(tokens) + _FEWEST_TOKENS
         if self._error:
-            self.future = self._compiling(self._renew)
+            self._begin_job(self._compiling, self._renew)
             return True
         self._matcher.reset()
         if tokens and (self._matcher.try_consume_tokens(tokens) < len(tokens) or self._matcher.is_stopped()):
             return False
-        self.future = self._masking(self._find_next)
+        self._begin_job(self._masking, self._find_next)
         return True
 
     def take(self, token: int) -> None:
@@ -137,23 +142,18 @@ class Grammar:
         self._taken.append(token)
         self.complete = self._matcher.is_stopped()
         if not self.complete:
-            self.future = self._masking(self._find_next)
+            self._begin_job(self._masking, self._find_next)
 
-    def _find_next(self) -> tuple[None, float]:
-        began_s = time.thread_time()
-        self._find_allowed()
-        self.seconds += time.thread_time() - began_s
-        return None, 0.0
+    def _begin_job(self, submit: Submit, work: Callable[[], None]) -> None:
+        self._seconds += self.job.take_seconds(self.job.owner)
+        self.job = submit(work)
 
-    def _renew(self) -> tuple[None, float]:
-        began_s = time.thread_time()
+    def _renew(self) -> None:
         self._matcher = self._make_matcher()
         self._matcher.consume_tokens(self._taken)
-        self._find_allowed()
-        self.seconds += time.thread_time() - began_s
-        return None, 0.0
+        self._find_next()
 
-    def _find_allowed(self) -> None:
+    def _find_next(self) -> None:
         self._allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._error = _error_of(self._matcher)
 
@@ -163,9 +163,7 @@ class Grammar:
 
 
 class Grammars:
-    """The grammars of answers: of those that wait for theirs, and of those that are written.
-
-    All methods but one are called from one thread.
+    """The grammars of answers. All methods but one are called from one thread.
 
     Args:
         checkpoint: the model.
@@ -177,88 +175,46 @@ class Grammars:
         self._trials = Trials(self._tokens)
         self._compiling = SharedThreads(_COMPILING, "shmring-grammars")
         self._masking = SharedThreads(_MASKING, "shmring-masks")
-        self._tried: dict[int, tuple[Form, Trial]] = {}  # by request
-        self._compiled: dict[int, Future[list[Grammar]]] = {}
-        self._given: dict[int, list[Grammar]] = {}
-        self._seconds: dict[int, float] = {}  # that requests have not paid for
+        self._given: dict[int, list[Grammar]] = {}  # by request
 
     def missing(self) -> str | None:
         """What an answer can't have a form without; None: nothing."""
         return self._tokens.missing()
 
-    def ready(self, request_id: int, make_form: Callable[[], Form], count: int = 1, owner: str = "") -> list[Grammar] | None:
-        """Returns what answers go by; None if that is not ready yet: to be asked again, or to be forgotten.
+    def stages(self, request_id: int, form: Form, count: int, owner: str) -> Stages[list[Grammar]]:
+        """Makes what the answers of a request go by, which is then to be forgotten.
 
         Args:
             request_id: whose they are.
-            make_form: what the answers must be.
+            form: what the answers must be.
             count: of the answers.
             owner: of the request.
 
         Raises:
-            ValueError: the form can't be, or ``make_form`` raises it, or what is needed is missing.
-            OverloadedError: the trial of the form had no turn on a busy machine.
-            RuntimeError: the form can't be tried or compiled.
+            Exception: as :meth:`.trials.Trials.stages`.
         """
-        if (given := self._given.get(request_id)) is not None:
-            return given
-        if (compiled := self._compiled.get(request_id)) is None:
-            if request_id not in self._tried:
-                form = make_form()
-                self._tried[request_id] = form, self._trials.enter(form, owner)
-            form, trial = self._tried[request_id]
-            if not trial.future.done():
-                return None
-            if seconds := trial.take_seconds(owner):
-                self._seconds[request_id] = seconds
-                return None  # a request that fails in a step pays for nothing in it
-            del self._tried[request_id]
-            self._trials.look(trial)
-            compile_form = functools.partial(self._compile, form, count, owner)
-            self._compiled[request_id] = self._compiling.submit(owner, compile_form)
-            return None
-        if not compiled.done():
-            return None
-        del self._compiled[request_id]
-        if (error := compiled.exception()) is not None:
-            # Not raised itself: it has frames.
-            raise ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(str(error))
-        self._given[request_id] = compiled.result()
+        yield from self._trials.stages(form, owner)
+        job = self._compiling.submit(owner, functools.partial(self._compile, form, count, owner))
+        self._given[request_id] = yield from awaited(job, FORMS)
         return self._given[request_id]
 
-    def is_preparing(self, request_id: int) -> bool:
-        """Whether a request's form is tried, or compiled. From any thread."""
-        return request_id in self._tried or request_id in self._compiled
-
     def take_seconds(self, request_id: int) -> float:
-        """Returns how many seconds of a processor a request has taken since this was asked last."""
-        seconds = self._seconds.pop(request_id, 0.0)
-        for grammar in self._given.get(request_id, ()):
-            seconds += grammar.seconds
-            grammar.seconds = 0.0
-        return seconds
+        """Returns how many seconds of a processor a request's grammars have taken since this was asked last."""
+        return sum(grammar.take_seconds() for grammar in self._given.get(request_id, ()))
 
     def working_s(self) -> dict[str, float]:
         """Returns how long work on forms that has not ended takes already, by owner. From any thread."""
         return summed([self._trials.working_s(), self._compiling.working_s(), self._masking.working_s()])
 
-    def wait(self, seconds: float) -> None:
-        """Waits a little until something is ready that a request waits for."""
-        futures: list[Future[Any]] = [trial.future for _, trial in self._tried.values()]
-        futures += self._compiled.values()
-        futures += [grammar.future for grammars in self._given.values() for grammar in grammars]
-        futures = [future for future in futures if not future.done()]
-        concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_COMPLETED)
+    def wait(self) -> None:
+        """Waits a little until it is known which tokens of an answer may be next."""
+        jobs = [grammar.job for grammars in self._given.values() for grammar in grammars]
+        concurrent.futures.wait([job for job in jobs if not job.done()], LOOKING_S, concurrent.futures.FIRST_COMPLETED)
 
     def forget(self, request_id: int) -> None:
-        """A request has ended; what only it was waiting for, and was not begun, is not done."""
-        if (tried := self._tried.pop(request_id, None)) is not None:
-            self._trials.leave(tried[1])
-        if (compiled := self._compiled.pop(request_id, None)) is not None:
-            compiled.cancel()
+        """A request has ended."""
         for grammar in self._given.pop(request_id, ()):
-            grammar.future.cancel()
-        self._seconds.pop(request_id, None)
+            grammar.job.cancel()
 
     def close(self) -> None:
         """Ends what is being tried; nothing can be compiled any more."""
@@ -266,19 +222,16 @@ class Grammars:
         self._compiling.close()
         self._masking.close()
 
-    def _compile(self, form: Form, count: int, owner: str) -> tuple[list[Grammar], float]:
+    def _compile(self, form: Form, count: int, owner: str) -> list[Grammar]:
         llguidance = importlib.import_module("llguidance")
         tokens, limits = self._tokens.make(), llguidance.LLParserLimits(**_LIMITS)
-        began_s = time.thread_time()
         try:
             grammar = write_grammar(form, self._tokens.write_mark)
         except ValueError as error:
             raise refused(error) from None
         make = functools.partial(llguidance.LLMatcher, tokens, grammar, log_level=0, limits=limits)
         lines = [functools.partial(threads.submit, owner) for threads in (self._masking, self._compiling)]
-        grammars = [Grammar(make, tokens.tokenize_str, *lines) for _ in range(count)]
-        grammars[0].seconds = time.thread_time() - began_s
-        return grammars, 0.0
+        return [Grammar(make, tokens.tokenize_str, *lines) for _ in range(count)]
 
 
 def _error_of(matcher: Any) -> str:

@@ -131,6 +131,11 @@ class StepOutput(msgspec.Struct, frozen=True):
     others: Sequence[GenerateReply] = ()
     seconds: float = 0.0
 
+    @classmethod
+    def of(cls, replies: Sequence[GenerateReply], *, finished: bool) -> StepOutput:
+        """Returns the output of a request with some answers, of which something is new, or nothing."""
+        return cls(replies[0] if replies else None, finished=finished, others=replies[1:])
+
 
 def priced(output: StepOutput | Exception, seconds: float) -> StepOutput | Exception:
     """Returns an output that says that its request took so many seconds more of the step. An error says nothing of it."""

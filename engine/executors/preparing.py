@@ -1,8 +1,11 @@
-"""What is prepared for requests before steps can begin with them: tokens of their texts, and what a model makes of their media.
+"""What is prepared for requests before steps can begin with them: forms, tokens of texts, what a model makes of media.
+
+How a request is prepared stands in one function, a generator, which yields whatever the request waits for: a job of a thread,
+or a later step. Steps go on meanwhile.
 
 Short texts are made into tokens within a step, as many as take some ten milliseconds; further requests come again. Media have
-a thread of their own, and so do long texts. Both do one piece of work after the other, and steps go on meanwhile. A request has
-one piece of work at a time, so those of others come between. Both are shared by owner (:mod:`.shared_threads`).
+a thread of their own, and so do long texts. Both do one piece of work after the other. A request has one piece of work at a
+time, so those of others come between. Both are shared by owner (:mod:`.shared_threads`).
 
 Invariant: a request that has ended leaves nothing behind: the queue of a thread does not keep what it was to prepare.
 """
@@ -10,18 +13,22 @@ Invariant: a request that has ended leaves nothing behind: the queue of a thread
 from __future__ import annotations
 
 import concurrent.futures
-import time
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+import dataclasses
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from shmring.engine.executors.shared_threads import SharedThreads, summed
+from shmring.engine.executors.shared_threads import Job, SharedThreads, summed
 
-__all__ = ["LOOKING_S", "MEDIA", "TEXTS", "Preparing", "is_long", "thread_for"]
+__all__ = ["FORMS", "LATER", "LOOKING_S", "MEDIA", "TEXTS", "Preparing", "Stage", "Stages", "awaited", "is_long", "thread_for"]
 
+_Result = TypeVar("_Result")
 _Prepared = TypeVar("_Prepared")
 
 #: The threads.
 MEDIA, TEXTS = "media", "texts"
+
+#: What the time of stages is spent on.
+FORMS, PREPARING = "forms", "preparing"
 
 #: A text of more characters is made into tokens beside steps. Those of a step have no more together, which take some ten
 #: milliseconds.
@@ -43,113 +50,157 @@ def thread_for(characters: int, *, has_media: bool) -> str | None:
     return TEXTS if is_long(characters) else None
 
 
+class Stage(NamedTuple):
+    """What a request waits for.
+
+    Attributes:
+        job: of a thread; None: for a later step.
+        part: what its time is spent on.
+        keeps_inputs: whether the request needs its inputs meanwhile, or again.
+        pays_first: whether the request goes on in the step after the one in which it has paid for the job: a request that fails
+            in a step pays for nothing in it.
+    """
+
+    job: Job[Any] | None = None
+    part: str = PREPARING
+    keeps_inputs: bool = True
+    pays_first: bool = False
+
+
+LATER = Stage()
+"""It has no room in this step."""
+
+#: How something is prepared.
+Stages: TypeAlias = Generator[Stage, None, _Result]
+
+
+def awaited(job: Job[_Result], part: str = PREPARING, *, keeps_inputs: bool = True) -> Stages[_Result]:
+    """Returns what comes of a job, which nobody else waits for."""
+    try:
+        yield Stage(job, part, keeps_inputs)
+    finally:
+        job.cancel()
+    return job.result()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Request(Generic[_Prepared]):
+    owner: str
+    stages: Stages[_Prepared]
+    stage: Stage = LATER
+
+
 class Preparing(Generic[_Prepared]):
-    """What is being prepared. All methods are called from one thread, that of steps."""
+    """What is being prepared. Methods are called from one thread, that of steps, unless they say otherwise."""
 
     def __init__(self) -> None:
         self.threads = {name: SharedThreads(1, f"shmring-{name}") for name in (MEDIA, TEXTS)}
-        self._jobs: dict[int, _Job[_Prepared]] = {}  # of threads, by request
-        self._ready: dict[int, _Prepared] = {}  # what was prepared within a step, until it is taken
-        self._seconds: dict[int, float] = {}  # that requests have not paid for
+        self._requests: dict[int, _Request[_Prepared]] = {}
+        self._ready: dict[int, _Prepared] = {}  # until it is taken
+        self._seconds: dict[int, dict[str, float]] = {}  # that requests have not paid for, by part
         self._characters = 0  # of texts that this step has made into tokens
 
     def __contains__(self, request_id: int) -> bool:
-        return request_id in self._jobs or request_id in self._ready
+        return request_id in self._requests or request_id in self._ready
 
     def begin_step(self) -> None:
         """A step may make texts into tokens again."""
         self._characters = 0
 
-    def has_room(self, characters: int) -> bool:
-        """Whether this step can make so many characters into tokens besides; the first ones always."""
-        return not self._characters or not is_long(self._characters + characters)
+    def begin(self, request_id: int, owner: str, stages: Stages[_Prepared]) -> None:
+        """Has something prepared for a request, for which nothing else is."""
+        self._requests[request_id] = _Request(owner, stages)
 
-    def begin(
-        self, request_id: int, work: Callable[[], _Prepared], characters: int, thread: str | None, owner: str = ""
-    ) -> None:
-        """Has something prepared for a request.
-
-        Args:
-            request_id: which; nothing else is being prepared for it.
-            work: prepares it, and keeps nothing else alive that is needed only for that.
-            characters: of its texts.
-            thread: one of the two; None: it is prepared at once.
-            owner: of the request.
+    def go_on(self, request_id: int) -> Stage | None:
+        """Goes on with a request; returns what it waits for, or None if it is ready.
 
         Raises:
-            Exception: the work, done at once, has raised it.
+            Exception: a stage has raised it; nothing is being prepared any more.
         """
-        if thread is None:
-            self._characters += characters
-            self._ready[request_id] = work()
-            return
-        job = self._jobs[request_id] = _Job(work)
-        self.threads[thread].submit(owner, job.run)
+        if request_id in self._ready:
+            return None
+        request = self._requests[request_id]
+        while not self._waits(request_id, request):
+            try:
+                request.stage = next(request.stages)
+            except StopIteration as stopped:
+                self._ready[request_id] = stopped.value
+                del self._requests[request_id]
+                return None
+            except BaseException:
+                del self._requests[request_id]
+                raise
+            if request.stage.job is None:
+                break
+        return request.stage
+
+    def _waits(self, request_id: int, request: _Request[_Prepared]) -> bool:
+        stage = request.stage
+        if stage.job is None or not stage.job.done():
+            return stage.job is not None
+        seconds = stage.job.take_seconds(request.owner)
+        parts = self._seconds.setdefault(request_id, {})
+        parts[stage.part] = parts.get(stage.part, 0.0) + seconds
+        return stage.pays_first and seconds > 0
 
     def take(self, request_id: int) -> _Prepared | None:
-        """Returns what was prepared for a request; None if nothing is ready.
+        """Returns what was prepared for a request; None if it is not ready, or nothing is prepared for it.
 
         Raises:
-            Exception: the work, done by a thread, has raised it.
+            Exception: as :meth:`go_on`.
         """
-        if (prepared := self._ready.pop(request_id, None)) is not None:
-            return prepared
-        if request_id not in self._jobs or not self._jobs[request_id].future.done():
-            return None
-        job = self._jobs.pop(request_id)
-        self._seconds[request_id] = self._seconds.get(request_id, 0.0) + job.seconds
-        return job.future.result()
+        if request_id in self._requests:
+            self.go_on(request_id)
+        return self._ready.pop(request_id, None)
 
-    def take_seconds(self, request_id: int) -> float:
-        """Returns how many seconds of a thread a request has taken, beside steps, since this was asked last."""
-        return self._seconds.pop(request_id, 0.0)
+    def room_for(self, characters: int) -> Stages[None]:
+        """Waits for a step that can make so many characters into tokens besides; the first ones of a step always."""
+        while self._characters and is_long(self._characters + characters):
+            yield LATER
+        self._characters += characters
+
+    def on_thread(self, name: str, owner: str, work: Callable[[], _Result], *, keeps_inputs: bool = True) -> Stages[_Result]:
+        """Has a thread do some work.
+
+        Args:
+            name: of the two, which.
+            owner: of the request.
+            work: keeps nothing else alive that is needed only for that.
+            keeps_inputs: as of :class:`Stage`.
+        """
+        return awaited(self.threads[name].submit(owner, work), keeps_inputs=keeps_inputs)
+
+    def part_of(self, request_id: int) -> str | None:
+        """Returns what the time of a request is spent on; None: nothing is prepared for it. From any thread."""
+        if (request := self._requests.get(request_id)) is not None:
+            return request.stage.part
+        return PREPARING if request_id in self._ready else None
+
+    def take_seconds(self, request_id: int) -> Mapping[str, float]:
+        """Returns how many seconds of threads a request has taken, beside steps, since this was asked last, by part."""
+        return self._seconds.pop(request_id, {})
 
     def working_s(self) -> dict[str, float]:
-        """Returns how long work that has not ended takes already, by owner. From any thread."""
+        """Returns how long work of the two threads that has not ended takes already, by owner. From any thread."""
         return summed(threads.working_s() for threads in self.threads.values())
 
-    def wait(self, request_ids: Iterable[int], others: Iterable[concurrent.futures.Future[Any]] = ()) -> None:
-        """Waits a little until something is ready for one of the requests, or another future is."""
-        mine = [self._jobs[request_id].future for request_id in request_ids if request_id in self._jobs]
-        concurrent.futures.wait([*mine, *others], LOOKING_S, concurrent.futures.FIRST_COMPLETED)
+    def wait(self, request_ids: Iterable[int]) -> None:
+        """Waits a little until something is ready for one of the requests."""
+        request_ids = list(request_ids)
+        if any(request_id in self._ready for request_id in request_ids):
+            return
+        stages = [self._requests[request_id].stage for request_id in request_ids if request_id in self._requests]
+        jobs = [stage.job for stage in stages if stage.job is not None]
+        concurrent.futures.wait(jobs, LOOKING_S, concurrent.futures.FIRST_COMPLETED)
 
     def forget(self, request_id: int) -> None:
-        """A request has ended."""
-        if (job := self._jobs.pop(request_id, None)) is not None:
-            job.cancel()
+        """A request has ended; what only it was waiting for, and was not begun, is not done."""
+        if (request := self._requests.pop(request_id, None)) is not None:
+            request.stages.close()
         self._ready.pop(request_id, None)
         self._seconds.pop(request_id, None)
 
     def close(self) -> None:
         """All requests have ended. The threads go with this object."""
-        for request_id in [*self._jobs, *self._ready]:
+        for request_id in [*self._requests, *self._ready]:
             self.forget(request_id)
-
-
-class _Job(Generic[_Prepared]):
-    """A piece of work of a thread.
-
-    Attributes:
-        future: what comes of it.
-        seconds: of a processor that it took.
-    """
-
-    def __init__(self, work: Callable[[], _Prepared]) -> None:
-        self.future: concurrent.futures.Future[_Prepared] = concurrent.futures.Future()
-        self._work = [work]  # until it has begun, or is cancelled
-        self.seconds = 0.0
-
-    def run(self) -> tuple[None, float]:
-        if self.future.set_running_or_notify_cancel():
-            began_s = time.thread_time()
-            try:
-                prepared = self._work.pop()()
-                self.seconds = time.thread_time() - began_s
-                self.future.set_result(prepared)
-            except BaseException as error:  # noqa: BLE001 - it is raised where the result is taken
-                self.future.set_exception(error)
-        return None, 0.0  # used elsewhere
-
-    def cancel(self) -> None:
-        if self.future.cancel():
-            self._work.clear()

@@ -32,14 +32,7 @@ import torch
 from shmring.core.loggers import logger_of
 from shmring.engine.executors.callers_texts import CallersTexts
 from shmring.engine.executors.checkpoint import Checkpoint
-from shmring.engine.executors.forms import (
-    Form,
-    can_require_calls,
-    form_of,
-    form_of_answer_or_calls,
-    form_of_calls,
-    form_of_strict_call,
-)
+from shmring.engine.executors.forms import Form, form_of_request
 from shmring.engine.executors.processed import GivenFeatures, check_features, find_processor
 from shmring.engine.executors.tool_calls import ResponseReader, readers_of
 from shmring.engine.protocol import (
@@ -91,9 +84,7 @@ class PromptBuilder:
 
     Attributes:
         input: the inputs that can be asked about and embedded.
-        has_template: whether conversations can be laid out.
-        has_tools: whether they can have tools.
-        has_effort: whether their template has a variable ``reasoning_effort``.
+        texts: checks those of requests.
     """
 
     def __init__(self, checkpoint: Checkpoint, mm_processor_kwargs: Mapping[str, Any]) -> None:
@@ -108,7 +99,7 @@ class PromptBuilder:
         self._num_frames = self._media_settings.pop("num_frames", None) or _NUM_FRAMES
         self._template_error = importlib.import_module("jinja2").TemplateError
         self._sanitizes = _sanitizes(self._processor)
-        self._texts = CallersTexts(
+        self.texts = CallersTexts(
             checkpoint.name,
             self._tokenizer,
             int(checkpoint.model.get_input_embeddings().num_embeddings),
@@ -118,19 +109,12 @@ class PromptBuilder:
             processor=self._processor,
             sanitizes=self._sanitizes,
         )
-        self.has_template, self.has_tools = self._texts.has_template, self._texts.has_tools
-        self.has_effort = "reasoning_effort" in self._texts.variables
-        self._texts.message_tokens = self._measure_message()
+        self.texts.message_tokens = self._measure_message()
         self.input = self._describe_input()
-
-    @property
-    def can_require_calls(self) -> bool:
-        """Whether the model can be made to call a tool, and to keep to its schema."""
-        return can_require_calls(self._texts.response_template)
 
     def _measure_message(self) -> int:
         """Returns how many tokens the template writes for a message in which nothing stands; 1 if that is not known."""
-        if not self.has_template:
+        if not self.texts.has_template:
             return 1
         messages = [{"role": role, "content": "" if self._processor is None else []} for role in ("user", "assistant", "user")]
         try:
@@ -164,9 +148,9 @@ class PromptBuilder:
         """
         if request.prompt is not None:
             return self._continue(request.prompt, request)
-        media, options = self._texts.open_conversation(request)
+        media, options = self.texts.open_conversation(request)
         self._check_features(media)
-        conversation = self._texts.lay_out(request.messages, request.media, self._place)
+        conversation = self.texts.lay_out(request.messages, request.media, self._place)
         if self._processor is None:
             for message in conversation:
                 message["content"] = "\n".join(part["text"] for part in message["content"])
@@ -179,7 +163,7 @@ class PromptBuilder:
             request: any.
             prompt: its tokens, shape (tokens,).
         """
-        readers = readers_of(request, self._texts.response_template, self._tokenizer, prompt.tolist())
+        readers = readers_of(request, self.texts.response_template, self._tokenizer, prompt.tolist())
         is_bound = request.tool_choice == "required" or request.sampling.structured_outputs is not None
         if is_bound and readers[0] is not None and readers[0].begins_within:
             raise ValueError(
@@ -194,20 +178,7 @@ class PromptBuilder:
         Raises:
             ValueError: there are two, or it has too much, or calls of this model can't be required.
         """
-        structure = request.sampling.structured_outputs
-        if structure is not None and not request.tools:
-            return form_of(structure)
-        if not request.tools:
-            raise ValueError("a call is required, and there are no tools")
-        template = self._texts.response_template
-        if template is None or not self.can_require_calls:
-            raise ValueError(f"the model {self._name!r} can't be made to call a tool: its calls are no JSON between two marks")
-        if request.tool_choice == "required":
-            return form_of_calls(template, request.tools, parallel=request.parallel_tool_calls)
-        if structure is not None:
-            strict, parallel = request.strict_tools, request.parallel_tool_calls
-            return form_of_answer_or_calls(template, request.tools, structure, strict, parallel=parallel)
-        return form_of_strict_call(template, request.tools, request.strict_tools)
+        return form_of_request(request, self.texts.response_template, self._name)
 
     def tokenize(self, request: GenerateRequest) -> tuple[list[int], str]:
         """Returns the tokens of a request, or the text of the tokens that are its prompt.
@@ -216,7 +187,7 @@ class PromptBuilder:
             ValueError, ContextLengthError: as :meth:`build`.
         """
         if isinstance(request.prompt, list):
-            return [], self._texts.text_of(request.prompt)
+            return [], self.texts.text_of(request.prompt)
         tokens: list[int] = self.build(request)["input_ids"][0].tolist()
         return tokens, ""
 
@@ -231,13 +202,6 @@ class PromptBuilder:
         self._check_features([item])
         return self._build_media([item])
 
-    def check_length(self, length: GenerateRequest | int) -> None:
-        """Raises ContextLengthError if a request, or so many characters, are too long, whatever tokens they are made of."""
-        if isinstance(length, int):
-            self._texts.check_characters(length, None)
-        else:
-            self._texts.check_length(length)
-
     def read_text(self, text: Text) -> list[int]:
         """Returns the tokens of a text to be embedded.
 
@@ -245,13 +209,13 @@ class PromptBuilder:
             ValueError, ContextLengthError: it is not what this model takes.
         """
         tokens: list[int] = self._tokenize(text.text)["input_ids"][0].tolist()
-        self._texts.check_prompt(tokens, None)
+        self.texts.check_prompt(tokens, None)
         return tokens
 
     def _build_media(self, media: Sequence[Medium]) -> dict[str, Any]:
         """Makes the inputs of a prompt that is nothing but media of one kind."""
         parts = [self._place(medium) for medium in media]
-        if self.has_template:
+        if self.texts.has_template:
             return self._apply_template([{"role": "user", "content": parts}], media, add_generation_prompt=False)
         assert self._processor is not None, "it has a place for this medium"
         kind = parts[0]["type"]
@@ -300,7 +264,7 @@ class PromptBuilder:
 
     def _continue(self, prompt: str | list[int], request: GenerateRequest) -> dict[str, Any]:
         """Makes the inputs of a prompt. All of it is its caller's, who may therefore write control tokens."""
-        self._texts.check_prompt(prompt, request.sampling.max_tokens)
+        self.texts.check_prompt(prompt, request.sampling.max_tokens)
         tokens: list[int] = (
             self._tokenizer(prompt, add_special_tokens=request.add_special_tokens)["input_ids"]
             if isinstance(prompt, str)
@@ -312,10 +276,10 @@ class PromptBuilder:
 
     def _tokenize(self, text: str | list[int]) -> dict[str, Any]:
         if isinstance(text, str):
-            self._texts.check_characters(len(text), None)
+            self.texts.check_characters(len(text), None)
             tokens = self._tokenizer(text, split_special_tokens=True)["input_ids"]
         else:
-            self._texts.check_prompt(text, None)
+            self.texts.check_prompt(text, None)
             tokens = text
         if not tokens:
             raise ValueError("a text to be embedded can't be empty")
@@ -339,7 +303,7 @@ class PromptBuilder:
 
     def _has_place(self, kind: str) -> bool:
         """Whether a prompt can hold an image or video: by the template, or without one by a token that stands for it."""
-        if self.has_template:
+        if self.texts.has_template:
             return kind in str(self._template)
         return bool(getattr(self._processor, f"{kind}_token", None))
 

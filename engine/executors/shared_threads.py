@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from shmring.engine.accounts import Accounts
 
-__all__ = ["SharedThreads", "summed"]
+__all__ = ["Job", "SharedThreads", "summed"]
 
 _Result = TypeVar("_Result")
-_Job = tuple[Future[Any], Callable[[], tuple[Any, float]]]
+_AnyJob = TypeVar("_AnyJob", bound="Job[Any]")
 
 
 def summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -31,6 +31,54 @@ def summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for owner, seconds in part.items():
             sums[owner] += seconds
     return dict(sums)
+
+
+class Job(Future[_Result]):
+    """What comes of a piece of work. A job that has not begun can be cancelled, and keeps nothing of its work then.
+
+    Args:
+        owner: for whom it is.
+        work: is done once, on a thread.
+
+    Attributes:
+        owner: as given.
+        seconds: of a processor that its thread took, and what the work itself has added; until somebody pays for them.
+    """
+
+    def __init__(self, owner: str, work: Callable[[], _Result]) -> None:
+        super().__init__()
+        self.owner = owner
+        self.seconds = 0.0
+        self._work: Callable[[], _Result] | None = work
+
+    def cancel(self) -> bool:
+        """Gives the work up, unless it has begun."""
+        if cancelled := super().cancel():
+            self._work = None
+        return cancelled
+
+    def run(self) -> float:
+        """Does the work, unless it was cancelled; returns the seconds that it took."""
+        if not self.set_running_or_notify_cancel():
+            return 0.0
+        work, self._work = self._work, None
+        assert work is not None, "it is done once"
+        began_s = time.thread_time()
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            self.seconds = seconds = self.seconds + time.thread_time() - began_s
+            self.set_exception(error)
+        else:
+            self.seconds = seconds = self.seconds + time.thread_time() - began_s
+            self.set_result(result)
+        return seconds
+
+    def take_seconds(self, owner: str) -> float:
+        """Returns what an owner has to pay for, once."""
+        seconds = self.seconds if owner == self.owner else 0.0
+        self.seconds -= seconds
+        return seconds
 
 
 class SharedThreads:
@@ -46,34 +94,29 @@ class SharedThreads:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix=name)
         self._lock = Lock()  # for what follows
         self._accounts = Accounts()
-        self._waiting: dict[str, deque[_Job]] = {}  # by owner, in the order in which owners came
+        self._waiting: dict[str, deque[Job[Any]]] = {}  # by owner, in the order in which owners came
         self._busy: set[str] = set()  # owners
         self._began: dict[str, float] = {}  # when the job of each of these was begun
         self._working = 0  # threads
         self._closed = False
 
-    def submit(self, owner: str, work: Callable[[], tuple[_Result, float]]) -> Future[_Result]:
-        """Has something done.
+    def submit(self, owner: str, work: Callable[[], _Result]) -> Job[_Result]:
+        """Has something done for an owner."""
+        return self.enter(Job(owner, work))
 
-        Args:
-            owner: for whom.
-            work: returns its result, and the seconds of a processor that it has used elsewhere: those of its thread are
-                counted.
-
-        Returns:
-            The result. Work that has not begun can be cancelled.
-        """
-        future: Future[_Result] = Future()
+    def enter(self, job: _AnyJob) -> _AnyJob:
+        """Has a job done."""
+        owner = job.owner
         with self._lock:
             if self._closed:
-                future.cancel()
-                return future
+                job.cancel()
+                return job
             self._accounts.enter(owner)
-            self._waiting.setdefault(owner, deque()).append((future, work))
+            self._waiting.setdefault(owner, deque()).append(job)
             if self._working < self._count and owner not in self._busy:
                 self._working += 1
                 self._threads.submit(self._work)
-        return future
+        return job
 
     def working_s(self) -> dict[str, float]:
         """Returns, by owner, the seconds since its job was begun, which nobody has been charged for yet. From any thread."""
@@ -85,42 +128,32 @@ class SharedThreads:
         """Begins nothing more, and waits for nothing."""
         with self._lock:
             self._closed = True
-            futures = [future for jobs in self._waiting.values() for future, _ in jobs]
-        for future in futures:
-            future.cancel()
+            waiting = [job for jobs in self._waiting.values() for job in jobs]
+        for job in waiting:
+            job.cancel()
         self._threads.shutdown(wait=False)
 
     def _work(self) -> None:
         """Does jobs, as long as one can be begun."""
         while (job := self._next()) is not None:
-            owner, future, work = job
-            used_s = 0.0
-            if future.set_running_or_notify_cancel():
-                began_s = time.thread_time()
-                try:
-                    result, used_s = work()
-                except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
-                used_s += time.thread_time() - began_s
-            del future, work, job  # the results and what they were made of are their owners' alone
+            owner, used_s = job.owner, job.run()
+            del job  # what came of it is its owner's alone
             with self._lock:
                 self._busy.remove(owner)
                 del self._began[owner]
                 self._accounts.charge(owner, used_s, time.monotonic())
                 self._accounts.leave(owner)
 
-    def _next(self) -> tuple[str, Future[Any], Callable[[], tuple[Any, float]]] | None:
+    def _next(self) -> Job[Any] | None:
         with self._lock:
             free = [owner for owner in self._waiting if owner not in self._busy]
             owner = min(free, key=self._accounts.used, default=None)
             if owner is None:
                 self._working -= 1
                 return None
-            future, work = self._waiting[owner].popleft()
+            job = self._waiting[owner].popleft()
             if not self._waiting[owner]:
                 del self._waiting[owner]
             self._busy.add(owner)
             self._began[owner] = time.monotonic()
-            return owner, future, work
+            return job

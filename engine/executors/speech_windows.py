@@ -17,15 +17,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
+from shmring.engine.executors.checkpoint import ModelSource
 from shmring.engine.executors.interface import StepOutput
 from shmring.engine.inputs import InputSpec, SoundSpec
 from shmring.engine.protocol import (
     EncodeRequest,
+    FinishReason,
     GenerateReply,
     GenerateRequest,
     ModelDescription,
@@ -56,10 +57,10 @@ def load_generation_config(model: str) -> Any:
     Raises:
         OSError: it has none.
     """
-    directory = Path(model).expanduser()
-    is_local = directory.is_dir()
-    kind = importlib.import_module("transformers").GenerationConfig
-    return kind.from_pretrained(str(directory) if is_local else model, local_files_only=is_local)
+    place = ModelSource.of(model)
+    return importlib.import_module("transformers").GenerationConfig.from_pretrained(
+        place.source, local_files_only=place.is_local
+    )
 
 
 @dataclasses.dataclass
@@ -280,16 +281,23 @@ class SpeechModel:
         finished = is_last and transcript.next_s * self.sample_rate >= len(transcript.samples)
         if not segments and not finished:
             return _GOES_ON
-        reply = GenerateReply(
+        return StepOutput(self._reply(transcript, segments, "stop" if finished else None), finished=finished)
+
+    def _reply(
+        self, transcript: Transcript, segments: list[SpeechSegment], finish_reason: FinishReason | None
+    ) -> GenerateReply:
+        return GenerateReply(
             "".join(segment.text for segment in segments),
             [token for segment in segments for token in segment.tokens],
             len(transcript.prompt),
             transcript.generated,
-            "stop" if finished else None,
+            finish_reason,
             segments=segments,
-            language=self._language_names.get((transcript.language or "<|en|>")[2:-2]),
+            language=self._language_name(transcript),
         )
-        return StepOutput(reply, finished=finished)
+
+    def _language_name(self, transcript: Transcript) -> str | None:
+        return self._language_names.get((transcript.language or "<|en|>")[2:-2])
 
     def _write(self, transcript: Transcript, window: Window) -> None:
         """Makes a segment of the text if its last token is the mark of a sentence's end."""
@@ -332,7 +340,7 @@ class SpeechModel:
 
     def _add_words(self, transcript: Transcript, window: Window, times_s: Sequence[float]) -> None:
         """Says when each word of the segments is said."""
-        language = self._language_names.get((transcript.language or "<|en|>")[2:-2])
+        language = self._language_name(transcript)
         for segment, place in zip(window.segments, window.places, strict=True):
             places = [place + number for number, token in enumerate(segment.tokens) if token < self._first_mark]
             tokens = [token for token in segment.tokens if token < self._first_mark]

@@ -12,7 +12,6 @@ Invariant: nobody but the request that needs a form waits for its trial.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import hashlib
 import importlib
@@ -26,13 +25,13 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection
-from concurrent.futures import Future
+from collections.abc import Callable, Collection
 from typing import Any
 
 from shmring.engine.executors.forms import Form, quoted, schemas_of, write_grammar
 from shmring.engine.executors.interface import FormRefusedError, OverloadedError
-from shmring.engine.executors.shared_threads import SharedThreads
+from shmring.engine.executors.preparing import FORMS, Stage, Stages
+from shmring.engine.executors.shared_threads import Job, SharedThreads
 from shmring.engine.form_faults import explained
 from shmring.engine.trial_process import MAX_MESSAGE_NBYTES
 from shmring.processes.process import Process
@@ -117,29 +116,23 @@ class FormTokens:
         return f"<[{token}]>" if token is not None and self.make().is_special_token(token) else quoted(text)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Trial:
-    """A trial of a form.
+class Trial(Job[str]):
+    """A trial of a form: why it can't be; empty: it can. It is paid for by the owner for whom it was begun.
+
+    Args:
+        owner: for whom.
+        key: of the form.
+        try_form: tries it; adds to the trial's seconds what its process takes.
 
     Attributes:
-        owner: for whom it was begun.
-        key: of the form.
-        future: why the form can't be; empty: it can.
+        key: as given.
         waiting: requests that wait for it.
-        seconds: of a processor that it took, until somebody pays for them.
     """
 
-    owner: str
-    key: bytes
-    future: Future[str] = dataclasses.field(default_factory=Future)
-    waiting: int = 0
-    seconds: float = 0.0
-
-    def take_seconds(self, owner: str) -> float:
-        """Returns what an owner has to pay for, once."""
-        seconds = self.seconds if owner == self.owner else 0.0
-        self.seconds -= seconds
-        return seconds
+    def __init__(self, owner: str, key: bytes, try_form: Callable[[Trial], str]) -> None:
+        super().__init__(owner, functools.partial(try_form, self))
+        self.key = key
+        self.waiting = 0
 
 
 class Trials:
@@ -157,48 +150,44 @@ class Trials:
         self._kept: OrderedDict[bytes, Trial] = OrderedDict()
         self._process = _TrialProcess(tokens)
 
-    def enter(self, form: Form, owner: str) -> Trial:
-        """Has a form tried, unless it is known; the caller waits for the trial's future, and leaves it or looks at it.
-
-        Raises:
-            ValueError: what is needed for forms is missing.
-        """
-        if (missing := self._tokens.missing()) is not None:
-            raise ValueError(missing)
-        key = hashlib.sha256("\0".join(form).encode(errors="surrogatepass")).digest()
-        trial = self._kept.get(key)
-        if trial is None:
-            trial = self._kept[key] = Trial(owner, key)
-            trial.future = self._threads.submit(owner, functools.partial(self._try, trial, form))
-        trial.waiting += 1
-        self._kept.move_to_end(key)
-        while len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
-        return trial
-
-    def leave(self, trial: Trial) -> None:
-        """A request waits no longer; a form that nobody waits for is not tried any more, if that has not begun."""
-        trial.waiting -= 1
-        if not trial.waiting and trial.future.cancel():
-            self._drop(trial)
-
-    def look(self, trial: Trial) -> None:
-        """Looks at a trial that has ended, and leaves it.
+    def stages(self, form: Form, owner: str) -> Stages[None]:
+        """Has a form tried, unless it is known. A form that nobody waits for is not tried any more, if that has not begun.
 
         Raises:
             FormRefusedError: the form can't be.
-            OverloadedError: it had no turn on a busy machine.
-            RuntimeError: it can't be tried.
+            ValueError: what is needed for forms is missing.
+            OverloadedError: the trial had no turn on a busy machine.
+            RuntimeError: the form can't be tried.
         """
-        trial.waiting -= 1
-        error = trial.future.exception()
+        trial = self._find(form, owner)
+        trial.waiting += 1
+        try:
+            yield Stage(trial, FORMS, pays_first=True)
+        finally:
+            trial.waiting -= 1
+            if not trial.waiting and trial.cancel():
+                self._drop(trial)
+        error = trial.exception()
         if error is None:
-            if fault := trial.future.result():
+            if fault := trial.result():
                 raise refused(fault)
             return
         self._drop(trial)  # another time it may succeed
         # Not raised itself: the frames of this step would be with it.
         raise OverloadedError(str(error)) if isinstance(error, OverloadedError) else RuntimeError(str(error))
+
+    def _find(self, form: Form, owner: str) -> Trial:
+        if (missing := self._tokens.missing()) is not None:
+            raise ValueError(missing)
+        key = hashlib.sha256("\0".join(form).encode(errors="surrogatepass")).digest()
+        trial = self._kept.get(key)
+        if trial is None:
+            trial = self._kept[key] = Trial(owner, key, functools.partial(self._try, form))
+            self._threads.enter(trial)
+        self._kept.move_to_end(key)
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return trial
 
     def working_s(self) -> dict[str, float]:
         """Returns how long trials that have not ended take already, by owner. From any thread."""
@@ -213,13 +202,14 @@ class Trials:
         if self._kept.get(trial.key) is trial:
             del self._kept[trial.key]
 
-    def _try(self, trial: Trial, form: Form) -> tuple[str, float]:
+    def _try(self, form: Form, trial: Trial) -> str:
         try:
             grammar = write_grammar(form, self._tokens.write_mark)
         except ValueError as error:
-            return explained(str(error)), 0.0
-        fault, trial.seconds = self._process.run(json.dumps([grammar, schemas_of(form)], ensure_ascii=False))
-        return fault, trial.seconds
+            return explained(str(error))
+        fault, seconds = self._process.run(json.dumps([grammar, schemas_of(form)], ensure_ascii=False))
+        trial.seconds += seconds
+        return fault
 
 
 class _TrialProcess:

@@ -1,58 +1,38 @@
-"""The ``vllm`` executor: vLLM's engine, in this process.
+"""The ``vllm`` executor: answers and embeddings by vLLM's engine (:mod:`.vllm_engine`).
 
-A step is a step of vLLM's, in which it chooses what to compute: a token of each answer, and pieces of prompts. Before it, vLLM
-is given the new requests, with what frontends prepared (:mod:`.vllm_requests`). vLLM's engine has no process of its own, so no
-tensor crosses to it in a message: what it computes with is made here.
+vLLM is given requests with what frontends prepared (:mod:`.vllm_requests`).
 
 Requests with media, and long texts, are prepared beside steps (:mod:`.preparing`). A request to encode is prepared in pieces: a
 medium at a time, or some texts. Those of other requests come between, and so do steps. vLLM has only so many of its inputs at a
 time, or all others would wait behind them. A request keeps its slots until all of it is prepared. vLLM is given what was made
-of its media, and its slots go back.
-
-Invariants:
-
-- vLLM has what was prepared of the requests in ``_requests``. Whatever ends a request ends it in both;
-- a request that vLLM refuses fails alone, with vLLM's reason. A step that fails ends the engine, since what is left of it is
-  unknown;
-- the cache of vLLM's processor keeps whole media, and does not count on another cache behind it. A request that is refused or
-  aborted after it was prepared never reaches that one.
-"""
+of its media, and its slots go back."""
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import dataclasses
 import functools
 import importlib
 import itertools
 import math
-import os
-import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 import torch
 
-from shmring.core.loggers import logger_of
 from shmring.engine.executors.callers_texts import count_characters
 from shmring.engine.executors.detokenizer import TokenBytes
-from shmring.engine.executors.failures import report, shortened
 from shmring.engine.executors.forms import form_of
 from shmring.engine.executors.interface import (
-    ExecutorDeadError,
     ExecutorOptions,
     StepInput,
     StepOutput,
-    priced,
 )
-from shmring.engine.executors.preparing import MEDIA, Preparing, is_long, thread_for
+from shmring.engine.executors.preparing import LATER, MEDIA, Stages, is_long, thread_for
 from shmring.engine.executors.tool_calls import ResponseReader, read
-from shmring.engine.executors.trials import FormTokens, Trial, Trials
-from shmring.engine.executors.vllm_requests import RequestBuilder, model_name
+from shmring.engine.executors.trials import FormTokens, Trials
+from shmring.engine.executors.vllm_engine import GOES_ON, WAITS, VllmLoop, VllmRequest, number_of
+from shmring.engine.executors.vllm_requests import RequestBuilder
 from shmring.engine.protocol import (
     CAPABILITIES,
     EncodeReply,
@@ -64,55 +44,12 @@ from shmring.engine.protocol import (
     Text,
     TokenLogprobs,
 )
-from shmring.integrations.promises import broken, parameters_differ, uses_are_missing
 
-__all__ = ["CHECKS", "VllmExecutor", "find_engine", "share_seconds", "start_engine", "step_engine"]
+__all__ = ["VllmExecutor"]
 
-logger = logger_of("shmring.engine.executors.vllm")
-
-_GOES_ON = StepOutput(finished=False)
-_WAITS = StepOutput(finished=False, keep_inputs=True)
-
-_PAUSE_S = 0.001  # after a step of which nothing came: vLLM may wait for a grammar, and this thread must not spin meanwhile
 _PIECE_TEXTS = 8  # to be embedded, which are made into tokens in one go
 _TEXT_CHARACTERS = 64  # as which a text counts, beside its own: what else is done for it takes as long
 _MOST_AHEAD = 64  # inputs of a request that vLLM has: as many as its steps take together, or nearly so
-
-# What is said elsewhere: with --model, --mm-processor-kwargs, --data-parallel-size and --log-level.
-_SAID_ELSEWHERE = frozenset({"model", "mm_processor_kwargs", "data_parallel_size", "disable_log_stats"})
-
-
-def find_engine() -> Any:
-    """Imports vLLM's engine.
-
-    Raises:
-        ImportError: this vLLM has no such thing.
-    """
-    return importlib.import_module("vllm.v1.engine.llm_engine")
-
-
-def _methods(module: Any) -> Iterator[str]:
-    engine, renderer = module.LLMEngine, importlib.import_module("vllm.renderers").BaseRenderer
-    yield from parameters_differ(
-        [
-            (engine.__init__, ["self", "vllm_config", "executor_class", "log_stats"]),
-            (engine.add_request, ["self", "request_id", "prompt", "params"]),
-            (engine.abort_request, ["self", "request_ids"]),
-            (engine.step, ["self"]),
-            (renderer.render_messages, ["self", "messages", "params"]),
-            (renderer.render_cmpl, ["self", "prompts", "tok_params"]),
-        ]
-    )
-    yield from uses_are_missing(
-        [
-            (renderer._process_multimodal, ["_mm_processor_only_cache", "_mm_processor_cache", "_process_mm_uuids"]),
-            (engine.add_request, ["process_inputs", "output_processor", "engine_core"]),
-        ]
-    )
-
-
-#: What is relied on in vLLM, for :mod:`shmring.integrations.promises`. It has been the same in vLLM 0.32 and 0.33.
-CHECKS = (_methods,)
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,26 +74,26 @@ _Prepared: TypeAlias = list[dict[str, Any]] | StepOutput
 
 
 @dataclasses.dataclass(slots=True)
-class _Request:
-    """A request that runs.
+class _Request(VllmRequest):
+    """A request that runs; its ``names`` are those of its prompts, in their order.
 
     Attributes:
         inputs: how many prompts it has.
         turn: its place among those of which prompts are made in a step; a later one when it has had its turn.
-        trial: of the form of its answer, while it goes on.
         prompt_tokens: how many it has.
         answers: that are written; none for a request to encode.
         embeddings: of its inputs, by their order, so far.
-        names: what vLLM knows its prompts by, so far.
     """
 
-    inputs: int
-    turn: int
-    trial: Trial | None = None
+    inputs: int = 1
+    turn: int = 0
     prompt_tokens: int = 0
     answers: list[_Answer] = dataclasses.field(default_factory=list)
     embeddings: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
-    names: list[str] = dataclasses.field(default_factory=list)
+
+    def is_ahead(self) -> bool:
+        """Whether vLLM has so many of its inputs that further ones are to wait."""
+        return len(self.names) - len(self.embeddings) >= _MOST_AHEAD
 
     @property
     def weight(self) -> int:
@@ -166,7 +103,7 @@ class _Request:
         return self.prompt_tokens
 
 
-class VllmExecutor:
+class VllmExecutor(VllmLoop[_Request]):
     """Answers conversations and embeds with vLLM.
 
     Args:
@@ -181,13 +118,11 @@ class VllmExecutor:
 
     def __init__(self, options: ExecutorOptions) -> None:
         # Of vLLM's libraries for forms, the one that counts what it does; each form is tried first.
-        self._engine = start_engine(options, {"structured_outputs_config": {"backend": "guidance"}})
-        assert options.model is not None
-        self._name = model_name(options.model)
+        super().__init__(options, {"structured_outputs_config": {"backend": "guidance"}})
         self._builder = RequestBuilder(self._name, self._engine, options.mm_processor_kwargs)
         config, tasks = self._engine.model_config, self._engine.get_supported_tasks()
         can = {
-            "generate": "generate" in tasks and self._builder.has_template,
+            "generate": "generate" in tasks and self._builder.texts.has_template,
             "complete": "generate" in tasks,
             "tokenize": True,
             "encode": "embed" in tasks,
@@ -197,20 +132,16 @@ class VllmExecutor:
             model=self._name,
             tasks=[task for task, possible in can.items() if possible],
             input=msgspec.structs.replace(self._builder.input, text=can["encode"]),
-            max_batch_size=self._engine.vllm_config.scheduler_config.max_num_seqs,
+            max_batch_size=self._max_num_seqs,
             embedding_size=int(config.embedding_size) if can["encode"] else None,
             max_model_len=config.max_model_len,
-            tools=self._builder.has_tools,
-            template_options=self._builder.has_template,
-            reasoning_effort=self._builder.has_effort,
+            tools=self._builder.texts.has_tools,
+            template_options=self._builder.texts.has_template,
+            reasoning_effort=self._builder.texts.has_effort,
             capabilities=[name for name in CAPABILITIES if name != "tool_choice"],
         )
         self._pooling = importlib.import_module("vllm").PoolingParams(task="embed") if can["encode"] else None
-        self._preparing = Preparing[_Prepared]()
-        # Those that wait until the media's thread has time.
-        self._resets: collections.deque[concurrent.futures.Future[None]] = collections.deque()
         self._turns = itertools.count()
-        self._requests: dict[int, _Request] = {}
         self._contents = TokenBytes(self._builder.tokenizer)
         self._trials = Trials(FormTokens(self._builder.tokenizer))
 
@@ -218,70 +149,14 @@ class VllmExecutor:
         """Says what it does."""
         return self._description
 
-    def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
-        """Gives vLLM the requests that are ready, and executes a step of it.
-
-        Raises:
-            ExecutorDeadError: vLLM's engine has failed.
-        """
-        outputs: dict[int, StepOutput | Exception] = {}
-        self._preparing.begin_step()
-        for part in self._in_turn(batch):
-            try:
-                outputs[part.request_id] = self._enter(part)
-            except ExecutorDeadError:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
-                self.forget(part.request_id)
-                outputs[part.request_id] = _report(error)
-        if self._engine.has_unfinished_requests():
-            weights = {number: request.weight for number, request in self._requests.items() if request.names}
-            began = time.perf_counter()
-            outputs |= self._step()
-            outputs |= share_seconds(outputs, weights, time.perf_counter() - began)
-        elif any(output is _WAITS for output in outputs.values()):
-            trials = [request.trial.future for request in self._requests.values() if request.trial is not None]
-            self._preparing.wait(outputs, trials)
-        # What was prepared for a request meanwhile is part of what it took.
-        return [priced(outputs[part.request_id], self._preparing.take_seconds(part.request_id)) for part in batch]
-
-    def forget(self, request_id: int) -> None:
-        """Ends a request in vLLM's engine, unless it has ended."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        if request.trial is not None:
-            self._trials.leave(request.trial)
-        self._preparing.forget(request_id)
-        self._engine.abort_request(request.names)
-
     def reset_mm_cache(self) -> None:
-        """Has vLLM forget media, when the one that is being prepared is done."""
-        reset: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._resets.append(reset)
-        self._preparing.threads[MEDIA].submit("", self._reset_in_turn)  # unless a medium comes first, which does it, too
-        reset.result()
-
-    def _reset_in_turn(self) -> tuple[None, float]:
-        self._reset()
-        return None, 0.0
-
-    def _reset(self) -> None:
-        """Has the media's thread do what cannot be done while it prepares a medium."""
-        while self._resets:
-            reset = self._resets.popleft()
-            try:
-                self._engine.reset_mm_cache()
-            except Exception as error:  # noqa: BLE001 - it is raised where the reset was asked for
-                reset.set_exception(error)
-            else:
-                reset.set_result(None)
+        """Has vLLM forget media, while the thread that prepares them has none."""
+        self._preparing.threads[MEDIA].submit("", self._engine.reset_mm_cache).result()
 
     def close(self) -> None:
         """Ends vLLM's workers, if it has any, and gives the memory of accelerators back; the rest goes with the process."""
-        self._preparing.close()
+        super().close()
         self._trials.close()
-        self._engine.model_executor.shutdown()
 
     # -- what comes ----------------------------------------------------------------------------------------------------
 
@@ -302,58 +177,47 @@ class VllmExecutor:
         if payload is None:
             if request is None:
                 raise RuntimeError(f"request {part.request_id} goes on, and was not begun")
-            return _GOES_ON
+            return GOES_ON
         if request is None:
             if isinstance(payload, EncodeRequest) and self._pooling is None:
                 raise ValueError(f"the model {self._name!r} answers prompts; it does not embed")
             if isinstance(payload, EncodeRequest) and not payload.inputs:
                 raise ValueError("a request to encode has at least one input")
-            request = _Request(len(payload.inputs) if isinstance(payload, EncodeRequest) else 1, next(self._turns))
+            request = _Request(inputs=len(payload.inputs) if isinstance(payload, EncodeRequest) else 1, turn=next(self._turns))
             self._requests[part.request_id] = request
-            if isinstance(payload, GenerateRequest) and (structure := payload.sampling.structured_outputs) is not None:
-                request.trial = self._trials.enter(form_of(structure), payload.owner)
-        if (trial := request.trial) is not None:
-            if not trial.future.done():
-                return _WAITS
-            if seconds := trial.take_seconds(payload.owner):
-                return msgspec.structs.replace(_WAITS, seconds=seconds)  # a request that fails in a step pays for nothing in it
-            request.trial = None
-            self._trials.look(trial)
-        while len(request.names) < request.inputs:
-            if part.request_id not in self._preparing and not self._begin_piece(part.request_id, request, payload):
-                return _WAITS
-            if (prepared := self._preparing.take(part.request_id)) is None:
-                return _WAITS
-            if isinstance(prepared, StepOutput):
-                self.forget(part.request_id)
-                return prepared
-            self._add(part.request_id, request, payload, prepared)
-        return _GOES_ON
+            self._preparing.begin(part.request_id, payload.owner, self._stages(part.request_id, request, payload))
+        prepared = self._preparing.take(part.request_id)
+        return WAITS if prepared is None else prepared
 
-    def _begin_piece(self, request_id: int, request: _Request, payload: EncodeRequest | GenerateRequest) -> bool:
-        """Prepares the next prompts of a request, or has that done; returns whether it is time for that."""
+    def _stages(self, request_id: int, request: _Request, payload: EncodeRequest | GenerateRequest) -> Stages[StepOutput]:
+        """Prepares a request, in pieces that vLLM is given at once. One whose answer has a form waits for its trial first."""
+        if isinstance(payload, GenerateRequest) and (structure := payload.sampling.structured_outputs) is not None:
+            yield from self._trials.stages(form_of(structure), payload.owner)
+        while len(request.names) < request.inputs:
+            while request.is_ahead():
+                yield LATER
+            prepared = yield from self._next_piece(request, payload)
+            if isinstance(prepared, StepOutput):
+                return prepared
+            self._add(request_id, request, payload, prepared)
+        return GOES_ON
+
+    def _next_piece(self, request: _Request, payload: EncodeRequest | GenerateRequest) -> Stages[_Prepared]:
+        """Prepares the next prompts of a request."""
         items: Sequence[Text | Medium] = []
         if isinstance(payload, GenerateRequest):
             characters, has_media = count_characters(payload), bool(payload.media)
         else:
-            if len(request.names) - len(request.embeddings) >= _MOST_AHEAD:
-                return False
             items = _next_inputs(payload, len(request.names))
             characters = sum(len(item.text) for item in items if isinstance(item, Text))
             has_media = not isinstance(items[0], Text)
-        cost = characters + _TEXT_CHARACTERS * len(items)
         thread = thread_for(characters, has_media=has_media)
-        if thread is None and not self._preparing.has_room(cost):
-            return False
         if thread is None:
+            yield from self._preparing.room_for(characters + _TEXT_CHARACTERS * len(items))
             request.turn = next(self._turns)
-        prepare = self._prepare_media if thread == MEDIA else self._prepare
-        self._preparing.begin(request_id, functools.partial(prepare, payload, items), cost, thread, payload.owner)
-        return True
-
-    def _prepare_media(self, payload: EncodeRequest | GenerateRequest, items: Sequence[Text | Medium]) -> _Prepared:
-        self._reset()
-        return self._prepare(payload, items)
+            return self._prepare(payload, items)
+        work = functools.partial(self._prepare, payload, items)
+        return (yield from self._preparing.on_thread(thread, payload.owner, work))
 
     def _prepare(self, payload: EncodeRequest | GenerateRequest, items: Sequence[Text | Medium]) -> _Prepared:
         if isinstance(payload, EncodeRequest):
@@ -382,57 +246,14 @@ class VllmExecutor:
 
     # -- what goes -----------------------------------------------------------------------------------------------------
 
-    def _step(self) -> dict[int, StepOutput | Exception]:
-        """Executes a step; returns the outputs of the requests for which something came of it."""
-        made = step_engine(self._engine)
-        replies: dict[int, list[GenerateReply]] = {}
-        outputs: dict[int, StepOutput | Exception] = {}
+    def _take(self, request: _Request, made: Sequence[Any]) -> StepOutput:
+        replies: list[GenerateReply] = []
         for output in made:
-            name, _, number = output.request_id.partition("-")
-            request_id = int(name)
-            request = self._requests.get(request_id)
-            if request is None or isinstance(outputs.get(request_id), Exception):
-                continue
-            try:
-                if request.answers:
-                    replies.setdefault(request_id, []).extend(_replies(request, output, self._contents))
-                else:
-                    request.embeddings[int(number)] = output.outputs.data
-            except Exception as error:  # noqa: BLE001 - it fails the request that it is about
-                outputs[request_id] = _report(error)
-        for request_id in {int(output.request_id.partition("-")[0]) for output in made} - outputs.keys():
-            if (request := self._requests.get(request_id)) is not None:
-                outputs[request_id] = _output(request, replies.get(request_id, []))
-        for request_id, result in outputs.items():
-            if isinstance(result, Exception) or result.finished:
-                self.forget(request_id)
-        return outputs
-
-
-def step_engine(engine: Any) -> list[Any]:
-    """Executes a step of vLLM's; returns what came of it.
-
-    Raises:
-        ExecutorDeadError: it has failed.
-    """
-    try:
-        made: list[Any] = engine.step()
-    except Exception as error:  # noqa: BLE001 - any error of vLLM's engine is its end
-        logger.critical("vLLM's engine has failed\n%s", traceback.format_exc())
-        raise ExecutorDeadError(f"vLLM's engine has failed: {type(error).__name__}: {shortened(error)}") from None
-    if not made:
-        time.sleep(_PAUSE_S)
-    return made
-
-
-def share_seconds(
-    outputs: Mapping[int, StepOutput | Exception], weights: Mapping[int, int], seconds: float
-) -> dict[int, StepOutput | Exception]:
-    """Returns the outputs of requests with what they took of a step."""
-    whole = max(1, sum(weights.values()))
-    return {
-        number: priced(outputs[number], seconds * weight / whole) for number, weight in weights.items() if number in outputs
-    }
+            if request.answers:
+                replies += _replies(request, output, self._contents)
+            else:
+                request.embeddings[number_of(output)] = output.outputs.data
+        return _output(request, replies)
 
 
 def _replies(request: _Request, output: Any, contents: TokenBytes) -> list[GenerateReply]:
@@ -484,12 +305,11 @@ def _token_logprobs(contents: TokenBytes, chosen: int, likely: Mapping[int, Any]
 
 def _output(request: _Request, replies: list[GenerateReply]) -> StepOutput:
     if request.answers:
-        finished = all(answer.ended for answer in request.answers)
-        return StepOutput(replies[0] if replies else None, finished=finished, others=replies[1:])
+        return StepOutput.of(replies, finished=all(answer.ended for answer in request.answers))
     if len(request.names) < request.inputs:
-        return _WAITS
+        return WAITS
     if len(request.embeddings) < request.inputs:
-        return _GOES_ON
+        return GOES_ON
     embeddings = torch.stack([request.embeddings[number] for number in range(len(request.names))]).float()
     return StepOutput(EncodeReply(torch.nn.functional.normalize(embeddings, dim=1), request.prompt_tokens))
 
@@ -506,51 +326,3 @@ def _next_inputs(request: EncodeRequest, start: int) -> Sequence[Text | Medium]:
         if not isinstance(item, Text):
             break
     return items
-
-
-def start_engine(options: ExecutorOptions, defaults: Mapping[str, Any]) -> Any:
-    """Starts vLLM's engine.
-
-    Args:
-        options: of an executor.
-        defaults: arguments of the engine that are not among the options.
-
-    Raises:
-        ImportError, OSError, ValueError: as :class:`VllmExecutor`.
-    """
-    # vLLM reads these when it is imported. Its engine is to be in this process, and its log is to be ours.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    if not options.model:
-        raise ValueError("the vllm executor needs a model: a directory, or a name on the Hugging Face hub")
-    try:
-        vllm = importlib.import_module("vllm")
-    except ModuleNotFoundError as error:
-        raise ImportError(f"the vllm executor needs {error.name}: install shmring in vLLM's environment") from None
-    if findings := broken(find_engine, CHECKS):
-        raise ImportError(f"vLLM {vllm.__version__} is not as the vllm executor needs it: {'; '.join(findings)}")
-    arguments = importlib.import_module("vllm.engine.arg_utils").EngineArgs
-    known = {field.name for field in dataclasses.fields(arguments)} - _SAID_ELSEWHERE
-    if unknown := sorted(set(options.options) - known):
-        elsewhere = " here; it has an option of its own" if unknown[0] in _SAID_ELSEWHERE else ""
-        raise ValueError(f"vLLM's engine takes no argument {unknown[0]!r}{elsewhere}")
-    path = Path(options.model).expanduser()
-    given = dict(defaults) | dict(options.options) | {"mm_processor_kwargs": dict(options.mm_processor_kwargs) or None}
-    try:
-        config = arguments(model=str(path) if path.is_dir() else options.model, **given).create_engine_config()
-        executor = importlib.import_module("vllm.v1.executor").Executor.get_class(config)
-        engine = find_engine().LLMEngine(config, executor, log_stats=False, multiprocess_mode=False)
-    except (ImportError, OSError):
-        raise
-    except ValueError as error:
-        raise ValueError(f"vLLM can't start with model {options.model!r}: {shortened(error)}") from error
-    except Exception as error:  # noqa: BLE001 - whatever keeps it from starting is one line for the operator, and in the log
-        logger.critical("vLLM can't start\n%s", traceback.format_exc())
-        raise OSError(f"vLLM can't start with model {options.model!r}: {shortened(error)}") from None
-    engine.renderer._mm_processor_cache = engine.renderer._mm_processor_only_cache
-    return engine
-
-
-def _report(error: Exception) -> Exception:
-    """Returns an error of the same meaning that holds no frames, which hold media."""
-    return report(error, (ValueError, importlib.import_module("vllm.exceptions").VLLMClientError))

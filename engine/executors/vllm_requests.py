@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,16 +35,10 @@ from shmring.engine.protocol import (
     Text,
 )
 
-__all__ = ["RequestBuilder", "model_name"]
+__all__ = ["RequestBuilder"]
 
 _MAX_STOP_TOKENS = 64  # beside min_tokens: on a GPU, vLLM's step fails beyond 128, with those that end any answer
 _SEED_MODULUS = 1 << 63  # torch takes seeds of 64 bits with a sign; callers' seeds are any integers
-
-
-def model_name(model: str) -> str:
-    """Returns what requests call a model: the last part of a directory's path, or the hub's name."""
-    path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else model
 
 
 class RequestBuilder:
@@ -58,9 +51,7 @@ class RequestBuilder:
 
     Attributes:
         input: the inputs that can be asked about.
-        has_template: whether conversations can be laid out.
-        has_tools: whether they can have tools.
-        has_effort: whether their template has a variable ``reasoning_effort``.
+        texts: checks those of requests.
         tokenizer: of transformers.
     """
 
@@ -77,7 +68,7 @@ class RequestBuilder:
         self._chat_params = importlib.import_module("vllm.renderers").ChatParams
         renderers = importlib.import_module("vllm.renderers.hf")
         template = renderers.resolve_chat_template(self.tokenizer, None, None, model_config=self._config)
-        self._texts = CallersTexts(
+        self.texts = CallersTexts(
             name,
             self.tokenizer,
             self._vocabulary_size,
@@ -85,8 +76,6 @@ class RequestBuilder:
             template=template,
             model=SimpleNamespace(config=self._config.hf_config),
         )
-        self.has_template, self.has_tools = self._texts.has_template, self._texts.has_tools
-        self.has_effort = "reasoning_effort" in self._texts.variables
         self.input = self._describe_input(mm_processor_kwargs)
 
     # -- prompts -------------------------------------------------------------------------------------------------------
@@ -102,7 +91,7 @@ class RequestBuilder:
         if request.prompt is not None:
             prompt = self._continue(request.prompt, request)
         else:
-            media, options = self._texts.open_conversation(request)
+            media, options = self.texts.open_conversation(request)
             prompt = self._lay_out(request.messages, request.media, add_generation_prompt=True, **options)
         inputs = self._process(prompt, media, add_special_tokens=request.add_special_tokens)
         ContextLengthError.check(len(inputs["prompt_token_ids"]), request.sampling.max_tokens, self._config.max_model_len)
@@ -115,13 +104,13 @@ class RequestBuilder:
             ValueError, ContextLengthError: as :meth:`build`.
         """
         if isinstance(request.prompt, list):
-            return [], self._texts.text_of(request.prompt)
+            return [], self.texts.text_of(request.prompt)
         tokens: list[int] = self.build(request)["prompt_token_ids"]
         return list(tokens), ""
 
     def readers_of(self, request: GenerateRequest, prompt_token_ids: Sequence[int]) -> list[ResponseReader | None]:
         """Returns what reads each answer to a request with tools; None: its text is given out as it is."""
-        return readers_of(request, self._texts.response_template, self.tokenizer, prompt_token_ids)
+        return readers_of(request, self.texts.response_template, self.tokenizer, prompt_token_ids)
 
     def build_input(self, item: Text | Medium) -> dict[str, Any]:
         """Makes a prompt of something that is to be embedded.
@@ -132,13 +121,13 @@ class RequestBuilder:
         if isinstance(item, Text):
             if not isinstance(item.text, str):
                 raise ValueError(f"the model {self._name!r} embeds texts and no tokens: send the text")
-            self._texts.check_characters(len(item.text), None)
+            self.texts.check_characters(len(item.text), None)
             if not item.text:
                 raise ValueError("a text to be embedded can't be empty")
-            self._texts.check_text(item.text)
+            self.texts.check_text(item.text)
             inputs = self._process({"prompt": item.text}, [], add_special_tokens=True)
         else:
-            if not self.has_template:
+            if not self.texts.has_template:
                 raise ValueError(f"the model {self._name!r} has no chat template, so it embeds only texts")
             message = ChatMessage("user", [MediumPart(0)])
             inputs = self._process(self._lay_out([message], [item], add_generation_prompt=False), [item])
@@ -149,12 +138,12 @@ class RequestBuilder:
 
     def _continue(self, prompt: str | list[int], request: GenerateRequest) -> dict[str, Any]:
         """All of a prompt is its caller's, who may therefore write control tokens."""
-        self._texts.check_prompt(prompt, request.sampling.max_tokens)
+        self.texts.check_prompt(prompt, request.sampling.max_tokens)
         return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
 
     def _lay_out(self, messages: Sequence[ChatMessage], media: Sequence[Medium], **options: Any) -> dict[str, Any]:
         """Returns the tokens of a conversation, with places for its media."""
-        conversation = self._texts.lay_out(messages, media, self._place)
+        conversation = self.texts.lay_out(messages, media, self._place)
         _, prompt = self._renderer.render_messages(conversation, self._chat_params(chat_template_kwargs=options))
         return dict(prompt)
 
@@ -188,7 +177,7 @@ class RequestBuilder:
         processor = self._renderer.mm_processor
         limits = {} if processor is None else processor.info.allowed_mm_limits
         picture = None
-        if limits.get("image") and self.has_template:
+        if limits.get("image") and self.texts.has_template:
             image_processor = getattr(processor.info.get_hf_processor(), "image_processor", None)
             has_size = hasattr(image_processor, "valid_kwargs")
             picture = PictureSpec(find_max_pixels(image_processor, mm_processor_kwargs) if has_size else None)

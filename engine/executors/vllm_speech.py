@@ -15,26 +15,22 @@ import functools
 import importlib
 import math
 import os
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shmring.engine.executors.checkpoint import SPEECH_MODEL, find_model_type
-from shmring.engine.executors.failures import report
-from shmring.engine.executors.interface import ExecutorDeadError, ExecutorOptions, StepInput, StepOutput, priced
-from shmring.engine.executors.preparing import MEDIA, Preparing
+from shmring.engine.executors.interface import ExecutorOptions, StepInput, StepOutput
+from shmring.engine.executors.preparing import MEDIA
 from shmring.engine.executors.speech_windows import SpeechModel, Transcript, load_generation_config
-from shmring.engine.executors.vllm import VllmExecutor, share_seconds, start_engine, step_engine
-from shmring.engine.executors.vllm_requests import model_name
+from shmring.engine.executors.vllm import VllmExecutor
+from shmring.engine.executors.vllm_engine import GOES_ON, VllmLoop, VllmRequest
 from shmring.engine.protocol import GenerateReply, ModelDescription
 
 __all__ = ["VllmSpeechExecutor", "executor_for"]
 
 _MARKS = "shmring.engine.executors.vllm_marks"  # imports vLLM
-
-_GOES_ON = StepOutput(finished=False)
 
 
 def executor_for(options: ExecutorOptions) -> VllmSpeechExecutor | VllmExecutor:
@@ -42,15 +38,15 @@ def executor_for(options: ExecutorOptions) -> VllmSpeechExecutor | VllmExecutor:
     return VllmSpeechExecutor(options) if find_model_type(options.model) == SPEECH_MODEL else VllmExecutor(options)
 
 
-@dataclasses.dataclass
-class _Request:
-    """A request that runs.
+@dataclasses.dataclass(slots=True)
+class _Request(VllmRequest):
+    """A request that runs; its only name is that of its window.
 
     Attributes:
         transcript: of it, so far.
         owner: whose it is.
         first: for each of the next tokens, those that it may be; none: the text is written.
-        name: what vLLM knows the window by; None: vLLM has not got it.
+        heard_tokens: as many as hearing a window takes.
         windows: how many vLLM was given.
         is_heard: whether vLLM has heard the window, and has begun to write.
         finds_language: whether the window is heard only for its language.
@@ -58,14 +54,19 @@ class _Request:
 
     transcript: Transcript
     owner: str
+    heard_tokens: int
     first: list[list[int]] = dataclasses.field(default_factory=list)
-    name: str | None = None
     windows: int = 0
     is_heard: bool = False
     finds_language: bool = False
 
+    @property
+    def weight(self) -> int:
+        """What is heard of a window is part of its first step."""
+        return len(self.names) * (1 if self.is_heard else self.heard_tokens)
 
-class VllmSpeechExecutor:
+
+class VllmSpeechExecutor(VllmLoop[_Request]):
     """Writes down what is said in recordings, with a Whisper model in vLLM's engine.
 
     Args:
@@ -80,7 +81,7 @@ class VllmSpeechExecutor:
             raise ValueError("with a speech model, logits_processors are the executor's own")
         # Before vLLM is imported. Its other runner takes no logits processors of this kind.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        self._engine = start_engine(options, {"logits_processors": [f"{_MARKS}:Marks"]})
+        super().__init__(options, {"logits_processors": [f"{_MARKS}:Marks"]})
         assert options.model is not None
         self._argument: str = importlib.import_module(_MARKS).ARGUMENT
         self._params = importlib.import_module("vllm").SamplingParams
@@ -90,58 +91,18 @@ class VllmSpeechExecutor:
         self._eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos)
         self._max_model_len: int = self._engine.model_config.max_model_len
         self._speech = SpeechModel(
-            model_name(options.model),
+            self._name,
             self._engine.renderer.get_tokenizer(),
             self._engine.renderer.mm_processor.info.get_feature_extractor(),
             config,
             self._eos_token_ids,
             self._max_model_len,
         )
-        self._max_num_seqs: int = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._heard_tokens: int = self._engine.model_config.hf_config.max_source_positions
-        self._preparing = Preparing[dict[str, Any]]()
-        self._requests: dict[int, _Request] = {}
 
     def describe(self) -> ModelDescription:
         """Says what it does."""
         return self._speech.describe("vllm", self._max_num_seqs, pauses=False)
-
-    def execute(self, batch: Sequence[StepInput]) -> Sequence[StepOutput | Exception]:
-        """Gives vLLM the windows that are ready, and executes a step of it.
-
-        Raises:
-            ExecutorDeadError: vLLM's engine has failed.
-        """
-        outputs: dict[int, StepOutput | Exception] = {}
-        for part in batch:
-            try:
-                outputs[part.request_id] = self._enter(part)
-            except ExecutorDeadError:
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
-                self.forget(part.request_id)
-                outputs[part.request_id] = report(error)
-        if self._engine.has_unfinished_requests():
-            weights = {number: self._weight(request) for number, request in self._requests.items() if request.name is not None}
-            began = time.perf_counter()
-            outputs |= self._step()
-            outputs |= share_seconds(outputs, weights, time.perf_counter() - began)
-        else:
-            self._preparing.wait(outputs)
-        return [priced(outputs[part.request_id], self._preparing.take_seconds(part.request_id)) for part in batch]
-
-    def forget(self, request_id: int) -> None:
-        """Ends a request in vLLM's engine, unless it has ended."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        self._preparing.forget(request_id)
-        self._end_window(request)
-
-    def close(self) -> None:
-        """Ends vLLM's workers, if it has any, and gives the memory of accelerators back; the rest goes with the process."""
-        self._preparing.close()
-        self._engine.model_executor.shutdown()
 
     # -- what comes --------------------------------------------------------------------------------------------------------
 
@@ -154,15 +115,16 @@ class VllmSpeechExecutor:
             transcript = self._speech.begin(part.payload)
             if transcript.params.words:
                 raise ValueError("vLLM does not say when words are said")
-            request = self._requests[part.request_id] = _Request(transcript, part.payload.owner)
-        if request.name is None:
+            request = self._requests[part.request_id] = _Request(transcript, part.payload.owner, self._heard_tokens)
+        if not request.names:
             if part.request_id not in self._preparing:
                 prompt = self._begin_window(request)
                 work = functools.partial(self._prepare, self._speech.samples_of(request.transcript), prompt)
-                self._preparing.begin(part.request_id, work, 0, MEDIA, request.owner)
+                stages = self._preparing.on_thread(MEDIA, request.owner, work)
+                self._preparing.begin(part.request_id, request.owner, stages)
             if (prepared := self._preparing.take(part.request_id)) is not None:
                 self._add(part.request_id, request, prepared)
-        return _GOES_ON
+        return GOES_ON
 
     def _begin_window(self, request: _Request) -> list[int]:
         """Returns the tokens before those that vLLM writes of the next window."""
@@ -200,41 +162,22 @@ class VllmSpeechExecutor:
             detokenize=False,
             output_kind=self._delta,
         )
-        request.name = f"{request_id}-{request.windows}"
+        request.names = [f"{request_id}-{request.windows}"]
         request.windows += 1
         request.is_heard = False
-        self._engine.add_request(request.name, inputs, params)
-
-    def _weight(self, request: _Request) -> int:
-        """About what it takes of a step: tokens, and what is heard of a window in its first one."""
-        return 1 if request.is_heard else self._heard_tokens
+        self._engine.add_request(request.names[0], inputs, params)
 
     # -- what goes ---------------------------------------------------------------------------------------------------------
 
-    def _step(self) -> Mapping[int, StepOutput | Exception]:
-        """Executes a step; returns the outputs of the requests for which something came of it."""
-        outputs: dict[int, StepOutput | Exception] = {}
-        for made in step_engine(self._engine):
-            request_id = int(made.request_id.partition("-")[0])
-            request = self._requests.get(request_id)
-            if request is None or request.name != made.request_id:
-                continue
-            try:
-                outputs[request_id] = output = self._take(request, made.outputs[0])
-            except Exception as error:  # noqa: BLE001 - it fails the request that it is about
-                outputs[request_id] = report(error)
-                self.forget(request_id)
-            else:
-                if output.finished:
-                    self.forget(request_id)
-        return outputs
-
-    def _take(self, request: _Request, piece: Any) -> StepOutput:
+    def _take(self, request: _Request, made: Sequence[Any]) -> StepOutput:
         """Takes what vLLM wrote of a window.
 
         Raises:
             RuntimeError: vLLM ended it for another reason than windows end.
         """
+        piece = next((each.outputs[0] for each in made if each.request_id in request.names), None)
+        if piece is None:
+            return GOES_ON
         if piece.finish_reason not in (None, "stop", "length"):
             raise RuntimeError(f"vLLM ended the window: {piece.finish_reason}")
         transcript = request.transcript
@@ -260,10 +203,8 @@ class VllmSpeechExecutor:
             if transcript.window is None:
                 self._end_window(request)
                 break
-        return StepOutput(replies[0] if replies else None, finished=finished, others=replies[1:])
+        return StepOutput.of(replies, finished=finished)
 
     def _end_window(self, request: _Request) -> None:
-        """Has vLLM forget a window; it knows none of this name if it has ended it itself."""
-        if request.name is not None:
-            self._engine.abort_request([request.name])
-            request.name = None
+        self._engine.abort_request(request.names)
+        request.names = []

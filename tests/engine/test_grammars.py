@@ -24,8 +24,9 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 
 from shmring.engine.executors import grammars, trials  # noqa: E402 - after the skip
-from shmring.engine.executors.forms import form_of  # noqa: E402
+from shmring.engine.executors.forms import Form, form_of  # noqa: E402
 from shmring.engine.executors.grammars import Grammar, Grammars  # noqa: E402
+from shmring.engine.executors.preparing import Preparing  # noqa: E402
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
 
 SCHEMA = {
@@ -54,22 +55,42 @@ def executor(tiny_model: Callable[..., Path]) -> Iterator[TransformersExecutor]:
 @pytest.fixture(autouse=True)
 def nothing_is_kept(executor: TransformersExecutor) -> Iterator[None]:
     yield
-    forms = executor._grammars
-    assert (forms._tried, forms._compiled, forms._given, forms._seconds) == ({}, {}, {}, {})
+    assert (executor._grammars._given, executor._preparing._requests, executor._preparing._seconds) == ({}, {}, {})
     assert (executor._answers, executor._model.contexts.shelves) == ({}, [])
 
 
-def ready(forms: Grammars, request_id: int, form: grammars.Form, count: int = 1, owner: str = "") -> list[Grammar]:
-    """Waits for a form."""
-    while (found := forms.ready(request_id, lambda: form, count, owner)) is None:
-        forms.wait(1)
-    return found
+class Prepared:
+    """Forms without an executor."""
+
+    def __init__(self, executor: TransformersExecutor) -> None:
+        self.forms = Grammars(executor._checkpoint)
+        self.preparing = Preparing[list[Grammar]]()
+
+    def begin(self, request_id: int, form: Form, count: int = 1, owner: str = "") -> None:
+        self.preparing.begin(request_id, owner, self.forms.stages(request_id, form, count, owner))
+        assert self.preparing.take(request_id) is None
+
+    def ready(self, request_id: int, form: Form | None = None, count: int = 1, owner: str = "") -> list[Grammar]:
+        """Waits for a form."""
+        if form is not None:
+            self.begin(request_id, form, count, owner)
+        while (found := self.preparing.take(request_id)) is None:
+            self.preparing.wait([request_id])
+        return found
+
+
+@pytest.fixture
+def prepared(executor: TransformersExecutor) -> Iterator[Prepared]:
+    made = Prepared(executor)
+    yield made
+    made.preparing.close()
+    made.forms.close()
 
 
 def take(grammar: Grammar, forms: Grammars, tokens: list[int]) -> None:
     for token in tokens:
         while not grammar.is_ready():
-            forms.wait(1)
+            forms.wait()
         scores = np.zeros(len(forms._tokens._tokenizer), np.float32)
         grammar.restrict(scores)
         assert np.isfinite(scores[token])
@@ -147,7 +168,7 @@ def test_several_answers_have_the_form_each(executor: TransformersExecutor) -> N
 
 
 def test_answers_of_a_form_do_not_use_up_each_others_states(
-    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+    executor: TransformersExecutor, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has a matcher of its own, although copies of one would be had for less."""
     monkeypatch.setattr(grammars, "_LIMITS", grammars._LIMITS | {"max_lexer_states": 1000})
@@ -155,11 +176,9 @@ def test_answers_of_a_form_do_not_use_up_each_others_states(
     properties = {name: {"type": "string", "maxLength": ord(name) * 10} for name in "ab"}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     form = form_of(StructuredOutputsParams(json=json.dumps(schema)))
-    forms = Grammars(executor._checkpoint)
-    for grammar, long in zip(ready(forms, 1, form, 2), "ab", strict=True):  # together, they need 1400
+    for grammar, long in zip(prepared.ready(1, form, 2), "ab", strict=True):  # together, they need 1400
         text = json.dumps({name: "x" * (80 if name == long else 1) for name in "ab"})
-        take(grammar, forms, executor._checkpoint.tokenizer(text, add_special_tokens=False)["input_ids"])
-    forms.close()
+        take(grammar, prepared.forms, executor._checkpoint.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 # -- forms that cost too much, or are none --------------------------------------------------------------------------------
@@ -226,7 +245,6 @@ def test_a_form_that_takes_too_long_is_given_up_and_nobody_waits_for_it(executor
     assert second.finished  # type: ignore[union-attr]
     formed = ask(structure=StructuredOutputsParams(choice=["quick"]))
     assert told(executor, formed) == ("quick", "stop")
-    assert 8 in executor._grammars._tried, "it is still being tried"
     assert executor.waits_for(8) == "its form is being prepared"
     outcome: Any = None
     while not isinstance(outcome, Exception):
@@ -235,20 +253,18 @@ def test_a_form_that_takes_too_long_is_given_up_and_nobody_waits_for_it(executor
 
 
 def test_what_is_tried_and_compiled_for_others_keeps_no_known_form_waiting(
-    executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forms, known = Grammars(executor._checkpoint), ("regex", "a+")
-    ready(forms, 0, known, owner="quick")
-    go_on = threading.Event()
+    known, go_on = ("regex", "a+"), threading.Event()
+    prepared.ready(0, known, owner="quick")
     with monkeypatch.context() as patch:
         patch.setattr(trials._TrialProcess, "run", lambda *_: go_on.wait(60) and ("", 0.0))
         for number in range(1, 17):
-            assert forms.ready(number, lambda number=number: ("regex", f"b{number}"), owner=f"slow {number}") is None
-        assert len(ready(forms, 20, known, owner="quick")) == 1
+            prepared.begin(number, ("regex", f"b{number}"), owner=f"slow {number}")
+        assert len(prepared.ready(20, known, owner="quick")) == 1
         go_on.set()
         for number in range(1, 17):
-            assert ready(forms, number, ("regex", f"b{number}"), owner=f"slow {number}")
-    forms.close()
+            assert prepared.ready(number)
 
 
 def test_an_answer_waits_alone_for_its_next_tokens(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,10 +273,11 @@ def test_an_answer_waits_alone_for_its_next_tokens(executor: TransformersExecuto
     go_on, began = threading.Event(), threading.Event()
     find = Grammar._find_next
 
-    def find_slowly(grammar: Grammar) -> tuple[None, float]:
-        began.set()
-        assert go_on.wait(20)
-        return find(grammar)
+    def find_slowly(grammar: Grammar) -> None:
+        if hasattr(grammar, "job"):  # it is not being compiled
+            began.set()
+            assert go_on.wait(20)
+        find(grammar)
 
     monkeypatch.setattr(Grammar, "_find_next", find_slowly)
     replies = []
@@ -285,28 +302,27 @@ def test_an_answer_waits_alone_for_its_next_tokens(executor: TransformersExecuto
     assert tokens == [token for reply in expected for token in reply.token_ids]  # type: ignore[union-attr]
 
 
-def test_a_form_is_paid_for_by_the_request_that_has_it_tried(executor: TransformersExecutor) -> None:
+def test_a_form_is_paid_for_by_the_request_that_has_it_tried(executor: TransformersExecutor, prepared: Prepared) -> None:
     form = form_of(StructuredOutputsParams(regex="(a|b){3}(c|d){3}"))
-    paid = {1: 0.0, 2: 0.0, 3: 0.0}
-    owners = {1: "first", 2: "second", 3: "first"}
-    forms = Grammars(executor._checkpoint)
-    for request_id, owner in owners.items():
-        forms.ready(request_id, lambda: form, owner=owner)
-    trial, _ = forms._tried[2][1], forms.wait(60)
-    tried_s = trial.seconds
+    for request_id, owner in {1: "first", 2: "second", 3: "first"}.items():
+        prepared.begin(request_id, form, owner=owner)
+    stage = prepared.preparing.go_on(2)
+    assert stage is not None
+    assert stage.job is not None
+    stage.job.result(60)
+    tried_s = stage.job.seconds
     assert 0 < tried_s < 2
+    paid = {}
     for request_id in (2, 1, 3):
-        assert forms.ready(request_id, lambda: form, owner=owners[request_id]) is None
-        paid[request_id] = forms.take_seconds(request_id)
-    assert paid == {1: tried_s, 2: 0.0, 3: 0.0}
-    [grammar] = ready(forms, 1, form, owner="first")
-    compiled_s = forms.take_seconds(1)
-    assert 0 < compiled_s < 2
+        assert prepared.preparing.take(request_id) is None
+        paid[request_id] = prepared.preparing.take_seconds(request_id)
+    assert paid == {1: {"forms": tried_s}, 2: {"forms": 0.0}, 3: {"forms": 0.0}}
+    [grammar] = prepared.ready(1)
+    assert 0 < prepared.preparing.take_seconds(1)["forms"] < 2, "it is compiled"
     grammar.take(executor._checkpoint.tokenizer.convert_tokens_to_ids("a"))
-    grammar.future.result(60)
-    assert 0 < forms.take_seconds(1) < 2
-    assert forms.take_seconds(1) == 0
-    forms.close()
+    grammar.job.result(60)
+    assert 0 < prepared.forms.take_seconds(1) < 2
+    assert prepared.forms.take_seconds(1) == 0
 
 
 def test_a_request_that_fails_has_paid_for_its_trial(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,19 +336,20 @@ def test_a_request_that_fails_has_paid_for_its_trial(executor: TransformersExecu
     assert executor.spent_s["forms"] >= before + 1000
 
 
-def test_a_lexer_that_is_used_up_is_made_anew(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lexer_that_is_used_up_is_made_anew(
+    executor: TransformersExecutor, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammars, "_LIMITS", grammars._LIMITS | {"max_lexer_states": 1500})
-    forms = Grammars(executor._checkpoint)
-    [grammar] = ready(forms, 1, ("regex", r"(\w+ ){0,300}\w+\."))
+    tokens = executor._checkpoint.tokenizer("The cat sits on the chair and looks " * 12 + "out.")["input_ids"]
+    [grammar] = prepared.ready(1, ("regex", r"(\w+ ){0,300}\w+\."))
     first = grammar._matcher
-    take(grammar, forms, executor._checkpoint.tokenizer("The cat sits on the chair and looks " * 12 + "out.")["input_ids"])
+    take(grammar, prepared.forms, tokens)
     assert grammar.complete
     assert grammar._matcher is not first
     monkeypatch.setattr(grammars, "_FEWEST_TOKENS", 10_000)
-    [grammar] = ready(forms, 2, ("regex", r"(\w+ ){0,300}\w+\."))
+    [grammar] = prepared.ready(2, ("regex", r"(\w+ ){0,300}\w+\."))
     with pytest.raises(FormError, match="too complex"):
-        take(grammar, forms, executor._checkpoint.tokenizer("The cat sits on the chair and looks " * 12 + "out.")["input_ids"])
-    forms.close()
+        take(grammar, prepared.forms, tokens)
 
 
 @for_each("lacking", ["library", "tokenizer"])
@@ -388,14 +405,11 @@ def test_min_tokens_can_not_be_asked_for_beside(executor: TransformersExecutor) 
         answer(executor, ask(structure=StructuredOutputsParams(json_object=True), min_tokens=3))
 
 
-def test_scores_beyond_the_tokenizers_tokens_are_left_out(executor: TransformersExecutor) -> None:
-    forms = Grammars(executor._checkpoint)
-    form = form_of(StructuredOutputsParams(choice=["a"]))
-    [grammar] = ready(forms, 1, form)
+def test_scores_beyond_the_tokenizers_tokens_are_left_out(executor: TransformersExecutor, prepared: Prepared) -> None:
+    [grammar] = prepared.ready(1, form_of(StructuredOutputsParams(choice=["a"])))
     size = len(executor._checkpoint.tokenizer)
     token = executor._checkpoint.tokenizer.convert_tokens_to_ids("a")
     for count in (size + 100, size - 2):
         scores = np.zeros(count, np.float32)
         grammar.restrict(scores)
         assert np.flatnonzero(np.isfinite(scores)).tolist() == [token]
-    forms.close()

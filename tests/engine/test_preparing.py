@@ -6,12 +6,13 @@ import functools
 import gc
 import threading
 import weakref
-from concurrent.futures import Future
+from collections.abc import Callable
 
 import pytest
 
 from shmring.engine.executors import preparing
-from shmring.engine.executors.preparing import MEDIA, TEXTS, Preparing, thread_for
+from shmring.engine.executors.preparing import FORMS, LATER, MEDIA, TEXTS, Preparing, Stage, Stages, awaited, thread_for
+from shmring.engine.executors.shared_threads import Job
 
 
 class Held:
@@ -26,6 +27,17 @@ class Held:
         return threading.current_thread().name.rpartition("_")[0]
 
 
+def begin(prepared: Preparing[str], number: int, work: Callable[[], str], thread: str, owner: str = "") -> None:
+    prepared.begin(number, owner, prepared.on_thread(thread, owner, work))
+    prepared.go_on(number)
+
+
+def taken(prepared: Preparing[str], number: int) -> str:
+    while (found := prepared.take(number)) is None:
+        prepared.wait([number])
+    return found
+
+
 def test_media_and_long_texts_have_a_thread_each_and_a_step_goes_on() -> None:
     assert thread_for(10**6, has_media=True) == MEDIA
     assert thread_for(16 << 10, has_media=False) is None
@@ -33,48 +45,67 @@ def test_media_and_long_texts_have_a_thread_each_and_a_step_goes_on() -> None:
     prepared = Preparing[str]()
     works = {1: Held(), 2: Held()}
     for number, thread in ((1, MEDIA), (2, TEXTS)):
-        prepared.begin(number, works[number], 20_000, thread)
+        begin(prepared, number, works[number], thread)
         assert works[number].begun.wait(60)
         assert prepared.take(number) is None
         assert number in prepared
-    assert prepared.has_room(16 << 10), "what threads do takes nothing of a step"
     prepared.wait([1, 2])  # a little
     for work in works.values():
         work.may_end.set()
-    found: dict[int, str | None] = {1: None, 2: None}
-    while not all(found.values()):
-        prepared.wait([number for number in found if found[number] is None])
-        found = {number: found[number] or prepared.take(number) for number in found}
-    assert found == {1: "shmring-media", 2: "shmring-texts"}
+    assert [taken(prepared, number) for number in (1, 2)] == ["shmring-media", "shmring-texts"]
     assert (1 in prepared, 2 in prepared, prepared.take(1)) == (False, False, None)
 
 
 def test_a_step_makes_so_much_text_into_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparing, "_LONG_CHARACTERS", 100)
     prepared = Preparing[int]()
-    assert prepared.has_room(1000), "the first one is taken in any case"
-    for number, (characters, has_room_for) in enumerate([(60, 40), (40, 0)]):
-        prepared.begin(number, lambda characters=characters: characters, characters, None)  # type: ignore[misc]
-        assert prepared.take(number) == characters
-        assert prepared.has_room(has_room_for)
-        assert not prepared.has_room(has_room_for + 1)
-    prepared.begin_step()
-    assert prepared.has_room(100)
+
+    def read(characters: int) -> Stages[int]:
+        yield from prepared.room_for(characters)
+        return characters
+
+    for number, characters in enumerate([1000, 60, 40, 100]):
+        prepared.begin(number, "", read(characters))
+    found = []
+    for _ in range(3):
+        prepared.begin_step()
+        found.append([prepared.take(number) for number in range(4) if number in prepared])
+        prepared.wait([])
+    assert found == [[1000, None, None, None], [60, 40, None], [100]], "the first one is taken in any case"
 
 
-def test_an_error_is_raised_where_the_result_is_taken_or_where_the_work_is_done() -> None:
-    def fail() -> int:
+def test_a_request_passes_its_stages_and_says_what_it_waits_for() -> None:
+    prepared, dear, held = Preparing[str](), Job("a", lambda: None), Held()
+
+    def stages() -> Stages[str]:
+        yield Stage(dear, FORMS, pays_first=True)
+        yield LATER
+        return (yield from prepared.on_thread(TEXTS, "a", held, keeps_inputs=False))
+
+    prepared.begin(1, "a", stages())
+    assert (prepared.go_on(1), prepared.part_of(1)) == (Stage(dear, FORMS, pays_first=True), "forms")
+    dear.run()
+    dear.seconds = 7.0
+    assert prepared.go_on(1) == Stage(dear, FORMS, pays_first=True), "it pays in this step, and goes on in the next one"
+    assert prepared.take_seconds(1) == {"forms": 7.0}
+    assert prepared.go_on(1) is LATER
+    stage = prepared.go_on(1)
+    assert stage is not None
+    assert (stage.keeps_inputs, prepared.part_of(1)) == (False, "preparing")
+    held.may_end.set()
+    assert taken(prepared, 1) == "shmring-texts"
+    assert [*prepared.take_seconds(1)] == ["forms", "preparing"]
+    assert (prepared.part_of(1), prepared.take_seconds(1)) == (None, {})
+
+
+def test_an_error_is_raised_where_the_request_goes_on() -> None:
+    def fail() -> str:
         raise ValueError("it is bad")
 
-    prepared = Preparing[int]()
+    prepared = Preparing[str]()
+    begin(prepared, 1, fail, MEDIA)
     with pytest.raises(ValueError, match="it is bad"):
-        prepared.begin(1, fail, 0, None)
-    assert 1 not in prepared
-    prepared.begin(1, fail, 0, MEDIA)
-    while not prepared._jobs[1].future.done():
-        prepared.wait([1])
-    with pytest.raises(ValueError, match="it is bad"):
-        prepared.take(1)
+        taken(prepared, 1)
     assert 1 not in prepared
 
 
@@ -84,7 +115,7 @@ def test_what_was_given_up_is_not_prepared_and_leaves_nothing() -> None:
     begun = [each.begun for each in (runs, waits)]
     may_end = runs.may_end
     for number, work in enumerate((runs, waits, follows)):
-        prepared.begin(number, work, 0, TEXTS)
+        begin(prepared, number, work, TEXTS)
     assert begun[0].wait(60)
     gone = weakref.ref(waits)
     del work, waits
@@ -94,23 +125,23 @@ def test_what_was_given_up_is_not_prepared_and_leaves_nothing() -> None:
     prepared.forget(0)  # which runs
     may_end.set()
     follows.may_end.set()
-    while (found := prepared.take(2)) is None:
-        prepared.wait([2])
-    assert found == "shmring-texts"
+    assert taken(prepared, 2) == "shmring-texts"
     assert not begun[1].is_set()
-    prepared.begin(3, Held(), 0, MEDIA)
+    begin(prepared, 3, Held(), MEDIA)
     prepared.close()
     assert 3 not in prepared
 
 
-def test_something_else_may_be_awaited_as_well() -> None:
-    prepared = Preparing[str]()
-    held = Held()
-    prepared.begin(1, held, 0, MEDIA)
-    other: Future[None] = Future()
-    other.set_result(None)
-    prepared.wait([1], [other])
-    assert prepared.take(1) is None
+def test_what_is_ready_is_not_kept_waiting_by_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "LOOKING_S", 600)
+    prepared, held = Preparing[str](), Held()
+    begin(prepared, 1, held, MEDIA)
+    done = Job("", lambda: "done")
+    done.run()
+    prepared.begin(2, "", awaited(done))
+    assert prepared.go_on(2) is None
+    prepared.wait([1, 2])
+    assert prepared.take(2) == "done"
     held.may_end.set()
 
 
@@ -122,17 +153,14 @@ def test_a_thread_is_shared_by_owner_and_paid_for() -> None:
         order.append(name)
         return name
 
-    prepared.begin(0, first, 0, TEXTS, "many")
+    begin(prepared, 0, first, TEXTS, "many")
     assert first.begun.wait(60)
     for number in range(1, 4):
-        prepared.begin(number, functools.partial(note, f"many {number}"), 0, TEXTS, "many")
-    prepared.begin(4, functools.partial(note, "few"), 0, TEXTS, "few")
+        begin(prepared, number, functools.partial(note, f"many {number}"), TEXTS, "many")
+    begin(prepared, 4, functools.partial(note, "few"), TEXTS, "few")
     first.may_end.set()
     for number in range(5):
-        while prepared.take(number) is None:
-            prepared.wait([number])
-        assert 0 < prepared.take_seconds(number) < 5
-        assert prepared.take_seconds(number) == 0
+        taken(prepared, number)
+        assert 0 < prepared.take_seconds(number)["preparing"] < 5
+        assert prepared.take_seconds(number) == {}
     assert order == ["few", "many 1", "many 2", "many 3"]
-    prepared.begin(5, lambda: "in the step", 0, None)
-    assert (prepared.take(5), prepared.take_seconds(5)) == ("in the step", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -36,15 +37,15 @@ class Jobs:
         self._may_end: dict[str, threading.Event] = {}
         self._began = threading.Condition()
 
-    def make(self, name: str, used_s: float = 0.0) -> Callable[[], tuple[str, float]]:
+    def make(self, name: str) -> Callable[[], str]:
         self._may_end[name] = threading.Event()
 
-        def work() -> tuple[str, float]:
+        def work() -> str:
             with self._began:
                 self.begun.append(name)
                 self._began.notify_all()
             assert self._may_end[name].wait(_LIMIT_S)
-            return name, used_s
+            return name
 
         return work
 
@@ -90,9 +91,11 @@ def test_work_is_told_of_while_it_is_done(threads: Callable[[int], SharedThreads
 def test_who_has_used_least_is_next(threads: Callable[[int], SharedThreads]) -> None:
     """Of one thread, after both owners have had it."""
     pool, jobs = threads(1), Jobs()
-    futures = [pool.submit("dear", jobs.make(f"dear {number}", 2.0)) for number in range(3)]
+    futures = [pool.submit("dear", jobs.make(f"dear {number}")) for number in range(3)]
     jobs.wait_for(1)
-    futures += [pool.submit("frugal", jobs.make(f"frugal {number}", 0.5)) for number in range(5)]
+    futures += [pool.submit("frugal", jobs.make(f"frugal {number}")) for number in range(5)]
+    for job in futures:
+        job.seconds = {"dear": 2.0, "frugal": 0.5}[job.owner]  # used elsewhere
     for name in [*(f"dear {number}" for number in range(3)), *(f"frugal {number}" for number in range(5))]:
         jobs.end(name)
     for future in futures:
@@ -106,7 +109,7 @@ def test_what_is_cancelled_is_not_done_and_what_fails_takes_nothing_with_it(thre
     first = pool.submit("a", jobs.make("first"))
     jobs.wait_for(1)
 
-    def fail() -> tuple[None, float]:
+    def fail() -> None:
         raise ZeroDivisionError
 
     cancelled, failed, last = (
@@ -132,3 +135,20 @@ def test_after_closing_nothing_is_begun(threads: Callable[[int], SharedThreads])
     assert running.result(_LIMIT_S) == "running"
     pool._threads.shutdown(wait=True)
     assert pool.submit("c", jobs.make("late")).cancelled()
+
+
+def test_a_job_keeps_nothing_of_its_work_and_is_paid_for_once_by_its_owner(threads: Callable[[int], SharedThreads]) -> None:
+    pool, jobs = threads(1), Jobs()
+    works = [jobs.make("done"), jobs.make("cancelled")]
+    gone = [weakref.ref(work) for work in works]
+    done, cancelled = (pool.submit("a", work) for work in works)
+    del works
+    assert cancelled.cancel()
+    assert gone[1]() is None
+    jobs.end("done")
+    assert done.result(_LIMIT_S) == "done"
+    assert done.take_seconds("b") == 0
+    assert 0 < done.take_seconds("a") < 5
+    assert done.take_seconds("a") == 0
+    pool.submit("a", lambda: None).result(_LIMIT_S)
+    assert gone[0]() is None

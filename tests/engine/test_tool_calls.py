@@ -427,7 +427,7 @@ def test_a_model_whose_calls_are_written_otherwise_can_not_be_made_to_call(
 ) -> None:
     calls = RESPONSES["fields"]["tool_calls"] | change  # type: ignore[index]
     monkeypatch.setattr(
-        executor._prompts._texts,
+        executor._prompts.texts,
         "response_template",
         RESPONSES | {"fields": RESPONSES["fields"] | {"tool_calls": calls}},  # type: ignore[operator]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import re
 import shutil
@@ -50,6 +51,7 @@ from tests.tables import for_each
 transformers = pytest.importorskip("transformers")
 
 from shmring.engine.executors import transformers as executor_module  # noqa: E402 - after the skip
+from shmring.engine.executors.preparing import LATER  # noqa: E402
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
 
 ALL = ["llama", "llava", "gemma3", "idefics3", "qwen2_vl"]
@@ -166,7 +168,7 @@ def nothing_is_kept(load: Callable[..., TransformersExecutor], request: pytest.F
     yield
     if "executor" in request.fixturenames:
         executor = request.getfixturevalue("executor")
-        assert (executor._answers, executor._preparing._jobs, executor._model.contexts.shelves) == ({}, {}, [])
+        assert (executor._answers, executor._preparing._requests, executor._model.contexts.shelves) == ({}, {}, [])
 
 
 # -- the same answers as transformers -------------------------------------------------------------------------------------
@@ -651,7 +653,7 @@ def test_a_request_that_waits_for_its_form_keeps_no_other_pictures_out(
     executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(executor_module, "_COPIED_NBYTES", 1)
-    monkeypatch.setattr(executor._grammars, "ready", lambda *_: None)
+    monkeypatch.setattr(executor._grammars, "stages", lambda *_: itertools.repeat(LATER))
     formed = ask(noise(60, 60, 1), "Hi", structured_outputs=StructuredOutputsParams(json_object=True))
     waits, begun = executor.execute([StepInput(1, formed), StepInput(2, ask(noise(60, 60, 2), "Hi"))])
     assert isinstance(waits, StepOutput)
@@ -662,11 +664,13 @@ def test_a_request_that_waits_for_its_form_keeps_no_other_pictures_out(
 
 
 def test_answers_go_on_while_a_picture_is_looked_at(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
+    looks, go_on = threading.Event(), threading.Event()
     prepare = executor._model.prepare
 
     def wait(inputs: Any) -> Any:
-        assert "pixel_values" not in inputs or go_on.wait(60)
+        if "pixel_values" in inputs:
+            looks.set()
+            assert go_on.wait(60)
         return prepare(inputs)
 
     monkeypatch.setattr(executor._model, "prepare", wait)
@@ -677,6 +681,7 @@ def test_answers_go_on_while_a_picture_is_looked_at(executor: TransformersExecut
     outputs: list[Any] = []
     while len(tokens) < 10:
         outputs = list(executor.execute(batch))
+        assert looks.wait(60)
         batch = [StepInput(1, None), StepInput(2, None)]
         assert isinstance(outputs[0], StepOutput)
         assert (outputs[0].reply, outputs[0].finished, outputs[0].keep_inputs) == (None, False, False)
@@ -1111,7 +1116,7 @@ def test_further_answers_begin_when_there_is_room_and_are_the_same(
         if output.finished:
             break
         ended = sum(reply.finish_reason is not None for reply in replies)
-        assert len(executor._answers.get(1, ())) + ended <= room
+        assert sum(answer.logits is None for answer in executor._answers.get(1, ())) + ended <= room
         steps += 1
         payload = request if output.keep_inputs else None
         # While all that were begun have ended, the others wait for some steps.
@@ -1121,16 +1126,14 @@ def test_further_answers_begin_when_there_is_room_and_are_the_same(
         mine = [[reply for reply in some if reply.index == index] for some in (replies, at_once)]
         assert tokens_of(mine[0]) == tokens_of(mine[1])
         assert mine[0][-1].finish_reason == "length"
-    assert executor._waiting == {}
 
 
 def test_an_answer_that_waits_for_room_goes_with_its_request(executor: TransformersExecutor) -> None:
     executor.execute([StepInput(1, ask("Hi", n=3, ignore_eos=True), 1)])
-    while 1 not in executor._waiting:
+    while len(executor._answers.get(1, ())) < 2:
         executor.execute([StepInput(1, None, 1)])
+    assert executor.waits_for(1) == "", "one is being written"
     executor.forget(1)  # and the fixture looks whether anything is left
-    assert executor._waiting == {}
-    assert executor._model.contexts.shelves == []
 
 
 def test_logprobs_end_an_answer_of_no_length(
@@ -1231,7 +1234,7 @@ def test_a_long_text_that_is_wrong_fails_alone_and_one_that_was_given_up_leaves_
     for number in requests:
         executor.forget(number)
     held.go_on.set()
-    assert executor._preparing._jobs == {}
+    assert executor._preparing._requests == {}
     assert len(answer(executor, ask("Hi", max_tokens=2, ignore_eos=True))) == 2
 
 
@@ -1273,7 +1276,7 @@ def test_what_is_dear_to_lay_out_is_laid_out_beside_steps(
 
     for prompts in executor._prompts_of.values():
         monkeypatch.setattr(prompts, "build", build)
-    monkeypatch.setattr(executor._prompts._texts, "message_tokens", 1)
+    monkeypatch.setattr(executor._prompts.texts, "message_tokens", 1)
     with pytest.raises(ValueError, match="it is not looked at"):
         answer(executor, request_of())
     assert threads == ["shmring-texts"]
@@ -1285,7 +1288,7 @@ def test_more_messages_than_tokens_that_the_model_reads_are_refused_before_they_
     def messages(count: int, text: str) -> GenerateRequest:
         return GenerateRequest([ChatMessage(("user", "assistant")[number % 2], [TextPart(text)]) for number in range(count)])
 
-    length, tokens = executor._checkpoint.max_model_len, executor._prompts._texts.message_tokens
+    length, tokens = executor._checkpoint.max_model_len, executor._prompts.texts.message_tokens
     one, nine = (executor._prompts.build(messages(count, ""))["input_ids"].shape[1] for count in (1, 9))
     assert 3 < tokens <= (nine - one) / 8
     for prompts in executor._prompts_of.values():

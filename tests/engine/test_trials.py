@@ -24,6 +24,8 @@ pytest.importorskip("llguidance")
 from shmring.engine.executors import trials  # noqa: E402 - after the skip
 from shmring.engine.executors.forms import Form  # noqa: E402
 from shmring.engine.executors.grammars import Grammar, Grammars  # noqa: E402
+from shmring.engine.executors.preparing import Stages  # noqa: E402
+from shmring.engine.executors.shared_threads import Job  # noqa: E402
 from shmring.engine.executors.trials import FormTokens, Trials  # noqa: E402
 from tests.engine.forms import FORMS  # noqa: E402
 
@@ -51,17 +53,35 @@ def make_trials(tokenizer: Any) -> Iterator[Callable[[], Trials]]:
         assert each._process._process is None
 
 
+def begin(trial_of: Trials, form: Form, owner: str = "") -> tuple[Stages[None], Job[str]]:
+    """Has a form tried; returns what a request of it waits for."""
+    stages = trial_of.stages(form, owner)
+    job = next(stages).job
+    assert job is not None
+    return stages, job
+
+
+def go_on(stages: Stages[None], job: Job[str]) -> None:
+    """Waits for a trial; raises why a form can't be."""
+    job.exception(_LIMIT_S)
+    with pytest.raises(StopIteration):
+        next(stages)
+
+
 def outcome(trial_of: Trials, form: Form, owner: str = "") -> None:
-    """Waits for a form to be tried; raises why it can't be."""
-    trial = trial_of.enter(form, owner)
-    trial.future.exception(_LIMIT_S)
-    trial_of.look(trial)
+    go_on(*begin(trial_of, form, owner))
 
 
 def ready(grammars: Grammars, form: Form) -> Grammar:
-    while (found := grammars.ready(1, lambda: form)) is None:
-        grammars.wait(1)
-    return found[0]
+    stages = grammars.stages(1, form, 1, "")
+    while True:
+        try:
+            job = next(stages).job
+        except StopIteration as stopped:
+            [grammar] = stopped.value
+            return grammar
+        assert job is not None
+        job.exception(_LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +103,7 @@ def test_what_passed_does_not_fail_later(grammars: Grammars, tokenizer: Any, nam
         grammar, chance = ready(grammars, FORMS[name]), random.Random(seed)
         for _ in range(200):
             while not grammar.is_ready():
-                grammars.wait(1)
+                grammars.wait()
             scores = np.zeros(len(tokenizer), np.float32)
             grammar.restrict(scores)
             scores[tokenizer.eos_token_id] = -np.inf
@@ -101,53 +121,52 @@ def test_what_passed_does_not_fail_later(grammars: Grammars, tokenizer: Any, nam
 
 @pytest.mark.slow
 def test_a_trial_is_ended_when_it_has_used_its_seconds(make_trials: Callable[[], Trials]) -> None:
-    tried = make_trials()
-    trial = tried.enter(_SLOW, "")
-    assert trial.future.result(_LIMIT_S) == "it takes more than 2 s or 512 MiB"
+    _, trial = begin(make_trials(), _SLOW)
+    assert trial.result(_LIMIT_S) == "it takes more than 2 s or 512 MiB"
     assert 1 < trial.seconds < 4
 
 
 def test_trials_of_an_owner_wait_for_each_other_and_others_come_between(
     make_trials: Callable[[], Trials], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried, go_on = make_trials(), threading.Event()
+    tried, may_end = make_trials(), threading.Event()
     order: list[str] = []
 
     def run(_: object, grammar: str) -> tuple[str, float]:
         order.append(grammar)
-        assert go_on.wait(_LIMIT_S)
+        assert may_end.wait(_LIMIT_S)
         return "", 2.0
 
     monkeypatch.setattr(trials._TrialProcess, "run", run)
-    many = [tried.enter(("regex", f"a{number}"), "many") for number in range(8)]
-    few = [tried.enter(("regex", f"b{number}"), "few") for number in range(2)]
+    many = [begin(tried, ("regex", f"a{number}"), "many") for number in range(8)]
+    few = [begin(tried, ("regex", f"b{number}"), "few") for number in range(2)]
     while len(order) < 2:
         time.sleep(0.001)
     assert ("a0" in order[0], "b0" in order[1]) == (True, True)
-    go_on.set()
-    for trial in many + few:
-        assert trial.future.result(_LIMIT_S) == ""
+    may_end.set()
+    for stages, trial in many + few:
+        go_on(stages, trial)
 
 
 def test_a_form_that_nobody_waits_for_is_not_tried(make_trials: Callable[[], Trials], monkeypatch: pytest.MonkeyPatch) -> None:
-    tried, go_on = make_trials(), threading.Event()
+    tried, may_end = make_trials(), threading.Event()
     begun: list[str] = []
 
     def run(_: object, grammar: str) -> tuple[str, float]:
         begun.append(grammar)
-        assert go_on.wait(_LIMIT_S)
+        assert may_end.wait(_LIMIT_S)
         return "", 0.0
 
     monkeypatch.setattr(trials._TrialProcess, "run", run)
-    entered = [tried.enter(("regex", f"a{number}"), "") for number in range(20)]
-    last = tried.enter(("regex", "a19"), "another")
-    assert last is entered[19]
+    entered = [begin(tried, ("regex", f"a{number}")) for number in range(20)]
+    stages, last = begin(tried, ("regex", "a19"), "another")
+    assert last is entered[19][1]
     while not begun:  # the first one, which is not given up any more
         time.sleep(0.001)
-    for trial in entered:
-        tried.leave(trial)
-    go_on.set()
-    assert last.future.result(_LIMIT_S) == ""
+    for given_up, _ in entered:
+        given_up.close()
+    may_end.set()
+    go_on(stages, last)
     assert len(begun) == 2
     assert len(tried._kept) == 2
     outcome(tried, ("regex", "a5"))  # it may be tried another time
@@ -168,10 +187,8 @@ def test_so_many_outcomes_are_kept(make_trials: Callable[[], Trials], monkeypatc
 def test_more_may_be_waited_for_than_are_kept(make_trials: Callable[[], Trials], monkeypatch: pytest.MonkeyPatch) -> None:
     tried = make_trials()
     monkeypatch.setattr(trials, "_KEPT", 2)
-    entered = [tried.enter(("regex", f"a{number}"), "") for number in range(9)]
-    for trial in entered:
-        assert trial.future.result(_LIMIT_S) == ""
-        tried.look(trial)
+    for stages, trial in [begin(tried, ("regex", f"a{number}")) for number in range(9)]:
+        go_on(stages, trial)
     assert len(tried._kept) == 2
 
 
@@ -230,7 +247,7 @@ def wait_for_child(tried: Trials) -> int:
 @for_each("times", [1, 2])
 def test_the_death_of_a_trial_is_not_the_callers_fault(make_trials: Callable[[], Trials], times: int) -> None:
     tried = make_trials()
-    trial = tried.enter(_SLOW, "")
+    stages, trial = begin(tried, _SLOW)
     killed = set()
     while len(killed) < times:
         child = wait_for_child(tried)
@@ -238,23 +255,22 @@ def test_the_death_of_a_trial_is_not_the_callers_fault(make_trials: Callable[[],
             os.kill(child, signal.SIGKILL)
             killed.add(child)
     if times == 1:
-        assert trial.future.result(_LIMIT_S) == "it takes more than 2 s or 512 MiB"
+        assert trial.result(_LIMIT_S) == "it takes more than 2 s or 512 MiB"
     else:
-        trial.future.exception(_LIMIT_S)
         with pytest.raises(RuntimeError, match="forms can't be tried: something ends the processes"):
-            tried.look(trial)
+            go_on(stages, trial)
     outcome(tried, ("regex", "a+"))
 
 
 @pytest.mark.slow
 def test_the_process_that_forks_trials_is_started_again(make_trials: Callable[[], Trials]) -> None:
     tried = make_trials()
-    trial = tried.enter(_SLOW, "")
+    _, trial = begin(tried, _SLOW)
     child = wait_for_child(tried)
     process = tried._process._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
-    assert trial.future.result(_LIMIT_S) == "it takes more than 2 s or 512 MiB"
+    assert trial.result(_LIMIT_S) == "it takes more than 2 s or 512 MiB"
     assert tried._process._process is not process
     outcome(tried, ("regex", "a+"))
     assert not Path(f"/proc/{child}").exists(), "it ended with the process that had forked it"
@@ -262,14 +278,15 @@ def test_the_process_that_forks_trials_is_started_again(make_trials: Callable[[]
 
 def test_closing_ends_what_is_being_tried(make_trials: Callable[[], Trials]) -> None:
     tried = make_trials()
-    running = [tried.enter(_SLOW, owner) for owner in "ab"]
-    waiting = tried.enter(("regex", "a+"), "a")
+    running = [begin(tried, _SLOW, owner) for owner in "ab"]
+    stages, waiting = begin(tried, ("regex", "a+"), "a")
     child = wait_for_child(tried)
     tried.close()
-    for trial in running:
+    for _, trial in running:
         with pytest.raises(RuntimeError, match="forms can't be tried"):
-            trial.future.result(_LIMIT_S)
-    assert waiting.future.cancelled()
+            trial.result(_LIMIT_S)
+    assert waiting.cancelled()
+    stages.close()
     deadline_s = time.monotonic() + _LIMIT_S
     while Path(f"/proc/{child}").exists():
         assert time.monotonic() < deadline_s

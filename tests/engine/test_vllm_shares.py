@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from shmring.engine.executors.interface import StepOutput, priced
-from shmring.engine.executors.vllm import _Answer, _Request, share_seconds
+from shmring.engine.executors.vllm import _Answer, _Request
+from shmring.engine.executors.vllm_engine import share_seconds
 
 
 def request(prompt_tokens: int, *completion_tokens: int) -> _Request:
     answers = [_Answer(None, 0, completion_tokens=count) for count in completion_tokens]
-    return _Request(1, 0, prompt_tokens=prompt_tokens, answers=answers)
+    return _Request(prompt_tokens=prompt_tokens, answers=answers)
 
 
 def test_a_prompt_weighs_its_tokens_and_answers_one_each() -> None:

@@ -205,6 +205,21 @@ FAULTS = (
         ),
     ),
     *faults_in(
+        "engine/executors/preparing.py",
+        (
+            "a request that is refused has not paid for its trial",
+            "        return stage.pays_first and seconds > 0\n",
+            "        return False\n",
+            "tests/engine/test_grammars.py::test_a_request_that_fails_has_paid_for_its_trial",
+        ),
+        (
+            "a step makes any number of texts into tokens",
+            "        while self._characters and is_long(",
+            "        while False and is_long(",
+            "tests/engine/test_preparing.py::test_a_step_makes_so_much_text_into_tokens",
+        ),
+    ),
+    *faults_in(
         "engine/executors/grammars.py",
         (
             "known forms wait behind new ones",
@@ -214,19 +229,13 @@ FAULTS = (
         ),
         (
             "what may be next is found out in the step",
-            "            self.future = self._masking(self._find_next)\n",
+            "            self._begin_job(self._masking, self._find_next)\n",
             "            self._find_next()\n",
             "tests/engine/test_grammars.py::test_an_answer_waits_alone_for_its_next_tokens",
         ),
         (
-            "a request that is refused has not paid for its trial",
-            "            if seconds := trial.take_seconds(owner):",
-            "            if (seconds := trial.take_seconds(owner)) < 0:",
-            "tests/engine/test_grammars.py::test_a_request_that_fails_has_paid_for_its_trial",
-        ),
-        (
             "a lexer that is used up ends the answer",
-            "        if self.future.done() and self._error and len(self._taken) >= self._fresh_until:",
+            "        if self.job.done() and self._error and len(self._taken) >= self._fresh_until:",
             "        if False:",
             "tests/engine/test_grammars.py::test_a_lexer_that_is_used_up_is_made_anew",
         ),

@@ -243,7 +243,10 @@ def queue_of_media(executor: VllmExecutor, numbers: Iterator[int]) -> dict[str, 
     pixels = [torch.from_numpy(picture(seed).copy()) for seed in range(3)]
     gone = weakref.ref(pixels[1])
     for number, seed in zip(requests, range(3), strict=True):
-        executor.execute([StepInput(number, ask(Picture(pixels[seed], key=f"medium {seed}"), "Hi"))])
+        request = ask(Picture(pixels[seed], key=f"medium {seed}"), "Hi")
+        request.owner = "of media"
+        executor.execute([StepInput(number, request)])
+    del request
     pixels.clear()
     started.wait()
     executor.forget(requests[1])
@@ -251,7 +254,7 @@ def queue_of_media(executor: VllmExecutor, numbers: Iterator[int]) -> dict[str, 
     seen = {"an aborted one is gone": gone() is None}
     resetting = threading.Thread(target=executor.reset_mm_cache)
     resetting.start()
-    while not executor._resets:
+    while "" not in executor._preparing.threads["media"]._waiting:
         time.sleep(0.001)
     may_end.set()
     resetting.join()

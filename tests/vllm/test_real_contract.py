@@ -18,7 +18,7 @@ VERSIONS = ["installed", *sorted(path.name for path in SOURCES.iterdir())]
 PROGRAM = """
 import vllm, vllm.version
 from shmring.integrations.promises import broken
-from shmring.engine.executors import vllm as executor
+from shmring.engine.executors import vllm_engine as executor
 from shmring.integrations.vllm import contract, queue_contract
 print(vllm.__file__)
 print(broken(executor.find_engine, executor.CHECKS))
