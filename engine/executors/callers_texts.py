@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
+from shmring.engine.executors.forms import Form, form_of_request
 from shmring.engine.executors.interface import ContextLengthError
-from shmring.engine.executors.tool_calls import find_response_template
+from shmring.engine.executors.tool_calls import ResponseReader, find_response_template, readers_of
 from shmring.engine.protocol import ChatMessage, GenerateRequest, Medium, MediumPart, TextPart
 
 __all__ = ["CallersTexts", "count_characters"]
@@ -116,6 +117,18 @@ class CallersTexts:
             if variable not in self.variables:
                 raise ValueError(f"the chat template of the model {self._name!r} has no variable {variable!r}")
         return _media_in_order(request), request.template_options | ({"tools": request.tools} if request.tools else {})
+
+    def form_of(self, request: GenerateRequest) -> Form:
+        """Returns the form that an answer must have, of a request that needs one.
+
+        Raises:
+            ValueError: as of :func:`.forms.form_of_request`.
+        """
+        return form_of_request(request, self.response_template, self._name)
+
+    def readers_of(self, request: GenerateRequest, prompt: Sequence[int]) -> list[ResponseReader | None]:
+        """Returns what reads each answer to a request, whose tokens are given; None: its text is given out as it is."""
+        return readers_of(request, self.response_template, self._tokenizer, prompt)
 
     @staticmethod
     def lay_out(

@@ -96,12 +96,11 @@ class Preparing(Generic[_Prepared]):
     def __init__(self) -> None:
         self.threads = {name: SharedThreads(1, f"shmring-{name}") for name in (MEDIA, TEXTS)}
         self._requests: dict[int, _Request[_Prepared]] = {}
-        self._ready: dict[int, _Prepared] = {}  # until it is taken
         self._seconds: dict[int, dict[str, float]] = {}  # that requests have not paid for, by part
         self._characters = 0  # of texts that this step has made into tokens
 
     def __contains__(self, request_id: int) -> bool:
-        return request_id in self._requests or request_id in self._ready
+        return request_id in self._requests
 
     def begin_step(self) -> None:
         """A step may make texts into tokens again."""
@@ -111,28 +110,27 @@ class Preparing(Generic[_Prepared]):
         """Has something prepared for a request, for which nothing else is."""
         self._requests[request_id] = _Request(owner, stages)
 
-    def go_on(self, request_id: int) -> Stage | None:
-        """Goes on with a request; returns what it waits for, or None if it is ready.
+    def take(self, request_id: int) -> _Prepared | None:
+        """Goes on with a request; returns what was prepared for it, or None if that is not ready.
 
         Raises:
             Exception: a stage has raised it; nothing is being prepared any more.
         """
-        if request_id in self._ready:
+        if (request := self._requests.get(request_id)) is None:
             return None
-        request = self._requests[request_id]
-        while not self._waits(request_id, request):
-            try:
+        try:
+            while not self._waits(request_id, request):
                 request.stage = next(request.stages)
-            except StopIteration as stopped:
-                self._ready[request_id] = stopped.value
-                del self._requests[request_id]
-                return None
-            except BaseException:
-                del self._requests[request_id]
-                raise
-            if request.stage.job is None:
-                break
-        return request.stage
+                if request.stage.job is None:
+                    break
+        except StopIteration as stopped:
+            del self._requests[request_id]
+            prepared: _Prepared = stopped.value
+            return prepared
+        except BaseException:
+            del self._requests[request_id]
+            raise
+        return None
 
     def _waits(self, request_id: int, request: _Request[_Prepared]) -> bool:
         stage = request.stage
@@ -143,15 +141,10 @@ class Preparing(Generic[_Prepared]):
         parts[stage.part] = parts.get(stage.part, 0.0) + seconds
         return stage.pays_first and seconds > 0
 
-    def take(self, request_id: int) -> _Prepared | None:
-        """Returns what was prepared for a request; None if it is not ready, or nothing is prepared for it.
-
-        Raises:
-            Exception: as :meth:`go_on`.
-        """
-        if request_id in self._requests:
-            self.go_on(request_id)
-        return self._ready.pop(request_id, None)
+    def stage_of(self, request_id: int) -> Stage | None:
+        """Returns what a request waits for; None: nothing is prepared for it. From any thread."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.stage
 
     def room_for(self, characters: int) -> Stages[None]:
         """Waits for a step that can make so many characters into tokens besides; the first ones of a step always."""
@@ -170,12 +163,6 @@ class Preparing(Generic[_Prepared]):
         """
         return awaited(self.threads[name].submit(owner, work), keeps_inputs=keeps_inputs)
 
-    def part_of(self, request_id: int) -> str | None:
-        """Returns what the time of a request is spent on; None: nothing is prepared for it. From any thread."""
-        if (request := self._requests.get(request_id)) is not None:
-            return request.stage.part
-        return PREPARING if request_id in self._ready else None
-
     def take_seconds(self, request_id: int) -> Mapping[str, float]:
         """Returns how many seconds of threads a request has taken, beside steps, since this was asked last, by part."""
         return self._seconds.pop(request_id, {})
@@ -185,10 +172,7 @@ class Preparing(Generic[_Prepared]):
         return summed(threads.working_s() for threads in self.threads.values())
 
     def wait(self, request_ids: Iterable[int]) -> None:
-        """Waits a little until something is ready for one of the requests."""
-        request_ids = list(request_ids)
-        if any(request_id in self._ready for request_id in request_ids):
-            return
+        """Waits a little until one of the requests can go on."""
         stages = [self._requests[request_id].stage for request_id in request_ids if request_id in self._requests]
         jobs = [stage.job for stage in stages if stage.job is not None]
         concurrent.futures.wait(jobs, LOOKING_S, concurrent.futures.FIRST_COMPLETED)
@@ -197,10 +181,9 @@ class Preparing(Generic[_Prepared]):
         """A request has ended; what only it was waiting for, and was not begun, is not done."""
         if (request := self._requests.pop(request_id, None)) is not None:
             request.stages.close()
-        self._ready.pop(request_id, None)
         self._seconds.pop(request_id, None)
 
     def close(self) -> None:
         """All requests have ended. The threads go with this object."""
-        for request_id in [*self._requests, *self._ready]:
+        for request_id in [*self._requests]:
             self.forget(request_id)

@@ -32,9 +32,8 @@ import torch
 from shmring.core.loggers import logger_of
 from shmring.engine.executors.callers_texts import CallersTexts
 from shmring.engine.executors.checkpoint import Checkpoint
-from shmring.engine.executors.forms import Form, form_of_request
 from shmring.engine.executors.processed import GivenFeatures, check_features, find_processor
-from shmring.engine.executors.tool_calls import ResponseReader, readers_of
+from shmring.engine.executors.tool_calls import ResponseReader
 from shmring.engine.protocol import (
     Features,
     GenerateRequest,
@@ -163,7 +162,7 @@ class PromptBuilder:
             request: any.
             prompt: its tokens, shape (tokens,).
         """
-        readers = readers_of(request, self.texts.response_template, self._tokenizer, prompt.tolist())
+        readers = self.texts.readers_of(request, prompt.tolist())
         is_bound = request.tool_choice == "required" or request.sampling.structured_outputs is not None
         if is_bound and readers[0] is not None and readers[0].begins_within:
             raise ValueError(
@@ -171,14 +170,6 @@ class PromptBuilder:
                 "template may have a variable that turns reasoning off (chat_template_kwargs)"
             )
         return readers
-
-    def form_of(self, request: GenerateRequest) -> Form:
-        """Returns the form that an answer must have, of a request that needs one.
-
-        Raises:
-            ValueError: there are two, or it has too much, or calls of this model can't be required.
-        """
-        return form_of_request(request, self.texts.response_template, self._name)
 
     def tokenize(self, request: GenerateRequest) -> tuple[list[int], str]:
         """Returns the tokens of a request, or the text of the tokens that are its prompt.

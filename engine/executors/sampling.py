@@ -403,6 +403,8 @@ def check_sampling(params: SamplingParams) -> None:
             raise ValueError(f"{name} must be from -2 to 2, got {getattr(params, name)}")
     if params.logprobs is not None and not 0 <= params.logprobs <= _MAX_LOGPROBS:
         raise ValueError(f"logprobs must be from 0 to {_MAX_LOGPROBS}, got {params.logprobs}")
+    if params.max_tokens is not None and params.max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
     if params.min_tokens < 0 or (params.max_tokens is not None and params.min_tokens > params.max_tokens):
         raise ValueError(f"min_tokens must be from 0 to max_tokens, got {params.min_tokens}")
     if params.min_tokens and params.structured_outputs is not None:

@@ -33,7 +33,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import itertools
 import time
 from array import array
 from collections import defaultdict
@@ -60,6 +59,7 @@ from shmring.engine.executors.interface import (
     StepOutput,
     priced,
 )
+from shmring.engine.executors.passes import Passes
 from shmring.engine.executors.preparing import FORMS, MEDIA, TEXTS, Preparing, Stages, is_long, thread_for
 from shmring.engine.executors.prompts import PromptBuilder
 from shmring.engine.executors.sampling import Choice, choose_together
@@ -86,17 +86,6 @@ _MAX_NUM_SEQS = 16
 # The estimated cost of an input to encode, in seconds: with any model, requests with one input come first.
 _FORWARD_S = 0.003
 _TEXTS = 64  # to be embedded, which a step is offered; as many of them as fit a pass are computed together
-
-# Tokens of prompts in a step: while answers are written, and at most while none is. With a model of which a token takes a
-# millisecond, an answer pauses for an eighth of a second. A prompt that is read by itself has pieces of the first length.
-_PIECE_TOKENS = 128
-_IDLE_TOKENS = 2048
-_IDLE_S = 0.025  # that tokens of prompts take about, while no answer is written: whoever comes meanwhile waits for their end
-
-# What choosing the tokens of one owner's answers may take of a step that others are in: as long as a pass of a small model.
-_CHOOSING_S = 0.004
-
-_LONE_PASSES = 2  # in a step, of answers that are read by themselves: each takes as long as one of all others together
 
 # Media that a step copies, while answers wait: some ten milliseconds. One that is larger has a step to itself.
 _COPIED_NBYTES = 32 << 20
@@ -153,7 +142,6 @@ class TransformersExecutor:
         self._prompts = PromptBuilder(self._checkpoint, options.mm_processor_kwargs)
         self._prompts.offer_processor()
         self._model = LanguageModel(self._checkpoint.model)
-        self._batch_decode = settings.batch_decode
         if (reason := self._model.check(self._make_examples)) is not None:
             logger.info("%s reads one request at a time: %s", self._checkpoint.name, reason)
         #: Of prompts that are prepared on a thread, by its name; None: within a step.
@@ -164,8 +152,7 @@ class TransformersExecutor:
         self._preparing = Preparing[_Prepared]()
         self._long_texts: dict[int, _Tokens] = {}  # of requests to encode
         self._taken: defaultdict[int, float] = defaultdict(float)  # seconds of this step, by request
-        self._turns = itertools.count(1)
-        self._token_s = _IDLE_S / _IDLE_TOKENS  # of a token, in the last pass of many
+        self._passes = Passes(self._model, may_batch=settings.batch_decode)
         #: What steps were spent on so far, in seconds: laying prompts out, passes of the model for prompts, for answers, and
         #: for answers that are read alone; choosing tokens; embedding; waiting for what is prepared beside them. And what other
         #: threads spent on forms, and on laying long prompts out.
@@ -250,8 +237,8 @@ class TransformersExecutor:
 
     def waits_for(self, request_id: int) -> str:
         """Says what a request of the step waits for; nothing, if its answer is being written. From any thread."""
-        if (part := self._preparing.part_of(request_id)) is not None:
-            return f"its {'form' if part == FORMS else 'prompt'} is being prepared"
+        if (stage := self._preparing.stage_of(request_id)) is not None:
+            return f"its {'form' if stage.part == FORMS else 'prompt'} is being prepared"
         answers = self._answers.get(request_id, [])
         if any(answer.waits_for_form() for answer in answers):
             return "its form is being looked up"
@@ -299,65 +286,65 @@ class TransformersExecutor:
     # -- prompts -------------------------------------------------------------------------------------------------------
 
     def _begin(self, request_id: int, request: GenerateRequest) -> StepOutput | Exception:
-        """Prepares a prompt, or goes on with that, while the request has its inputs."""
+        """Begins with a request, or goes on while it has its inputs."""
+        if request_id not in self._preparing:
+            self._preparing.begin(request_id, request.owner, self._stages(request_id, request))
+        return self._open(request_id)
+
+    def _open(self, request_id: int) -> StepOutput | Exception:
+        """Goes on with what is prepared for a request. If it is ready, its first answer reads the prompt for all of them."""
         try:
-            if request_id not in self._preparing:
-                self._preparing.begin(request_id, request.owner, self._stages(request_id, request))
-            stage = self._preparing.go_on(request_id)
-            return _COMES_AGAIN if stage is not None and stage.keeps_inputs else _GOES_ON
+            prepared = self._preparing.take(request_id)
+            if isinstance(prepared, StepOutput):
+                return prepared
+            if isinstance(prepared, tuple):
+                answers, prompt = prepared
+                first, *first.twins = answers
+                first.context = self._model.open(prompt)
+                self._answers[request_id] = [first]
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
             return _report(error)
+        stage = self._preparing.stage_of(request_id)
+        return _COMES_AGAIN if stage is not None and stage.keeps_inputs else _GOES_ON
 
     def _stages(self, request_id: int, request: GenerateRequest) -> Stages[_Prepared]:
         """Prepares a prompt. A request whose answer has a form waits for that first."""
         grammars: Sequence[Grammar | None] = [None] * request.sampling.n
         if request.needs_form:
-            form = self._prompts.form_of(request)
+            form = self._prompts.texts.form_of(request)
             grammars = yield from self._grammars.stages(request_id, form, request.sampling.n, request.owner)
         self._prompts.texts.check_length(request)
         characters = count_characters(request)
         thread = thread_for(characters, has_media=bool(request.media) and self._model.flat)
         if thread is None:
             yield from self._preparing.room_for(characters)
-            return self._prepare(request, self._prompts, grammars)
+            return self._prepare(request_id, request, self._prompts, grammars)
         request = msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])
-        work = functools.partial(self._prepare, request, self._prompts_of[thread], grammars)
+        work = functools.partial(self._prepare, request_id, request, self._prompts_of[thread], grammars)
         return (yield from self._preparing.on_thread(thread, request.owner, work, keeps_inputs=False))
 
-    def _prepare(self, request: GenerateRequest, prompts: PromptBuilder, grammars: Sequence[Grammar | None]) -> _Prepared:
+    def _prepare(
+        self, request_id: int, request: GenerateRequest, prompts: PromptBuilder, grammars: Sequence[Grammar | None]
+    ) -> _Prepared:
         if request.tokenize:
             token_ids, text = prompts.tokenize(request)
             return StepOutput(GenerateReply(text, token_ids, len(token_ids), 0, "stop"))
         inputs = prompts.build(request)
         tokens = inputs["input_ids"][0]
         answers = [
-            Answer(request.sampling, request.owner, tokens, self._checkpoint, self._contents, reader, grammar, index)
+            Answer(request_id, request, index, tokens, self._checkpoint, self._contents, reader, grammar)
             for index, (reader, grammar) in enumerate(zip(prompts.readers_of(request, tokens), grammars, strict=True))
         ]
         return answers, self._model.prepare(inputs)
-
-    def _open(self, request_id: int, answers: Sequence[Answer], prompt: Prompt) -> None:
-        """Begins with the first answer, which reads the prompt for all of them."""
-        for answer in answers:
-            answer.request_id = request_id
-        first, *first.twins = answers
-        first.context = self._model.open(prompt)
-        self._answers[request_id] = [first]
 
     def _enter(self, outputs: dict[int, StepOutput | Exception], *, is_idle: bool) -> None:
         """Takes the prompts that are ready by now; waits for one a little if there is nothing else to do."""
         if is_idle and not any(self._answers.get(request_id) for request_id in outputs):
             with self._spending("waiting"):
                 self._preparing.wait(outputs)
-        for request_id in [request_id for request_id, output in outputs.items() if output is _GOES_ON]:
-            try:
-                prepared = self._preparing.take(request_id)
-                if isinstance(prepared, StepOutput):
-                    outputs[request_id] = prepared
-                elif isinstance(prepared, tuple):
-                    self._open(request_id, *prepared)
-            except Exception as error:  # noqa: BLE001 - as in the request's first step
-                outputs[request_id] = _report(error)
+        for request_id, output in outputs.items():
+            if output is _GOES_ON and request_id in self._preparing:
+                outputs[request_id] = self._open(request_id)
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 
@@ -371,7 +358,7 @@ class TransformersExecutor:
         running = [request_id for request_id, output in outputs.items() if output is _GOES_ON and request_id in self._answers]
         written = [answer for request_id in running for answer in self._answers[request_id]]
         chosen = [(answer, answer.logits) for answer in written if answer.logits is not None]
-        passes = self._choose_passes([answer for answer in written if answer.logits is None])
+        passes = self._passes.choose([answer for answer in written if answer.logits is None])
         chosen += self._read(passes, outputs)
         if chosen and not passes and not any(answer.is_ready() for answer, _ in chosen):
             with self._spending("waiting"):
@@ -387,15 +374,6 @@ class TransformersExecutor:
         for request_id in running:
             if outputs[request_id] is _GOES_ON:
                 outputs[request_id] = StepOutput.of(replies[request_id], finished=not self._answers[request_id])
-
-    def _choose_passes(self, answers: Sequence[Answer]) -> list[dict[Answer, int]]:
-        """Returns which answers are read by one pass each, and of each how many tokens: the first together, others alone."""
-        together = self._choose_pieces(self._share_choosing([answer for answer in answers if self._can_batch(answer)]))
-        passes = [together] if together else []
-        for answer in self._choose_lone([answer for answer in answers if not self._can_batch(answer)]):
-            unread = answer.context.unread
-            passes.append({answer: min(unread, _PIECE_TOKENS) if self._model.flat else unread})
-        return passes
 
     def _read(self, passes: Sequence[dict[Answer, int]], outputs: dict[int, StepOutput | Exception]) -> list[_Chosen]:
         """Has the model read; returns the logits of next tokens."""
@@ -423,9 +401,8 @@ class TransformersExecutor:
     def _note_pass(self, pieces: Mapping[Answer, int], of_prompts: Collection[Answer], seconds: float) -> None:
         """Notes what a pass took; some of its pieces were of prompts."""
         tokens = sum(pieces.values())
-        if tokens >= _PIECE_TOKENS:
-            self._token_s = seconds / tokens
-        is_together = self._can_batch(next(iter(pieces)))
+        self._passes.note(tokens, seconds)
+        is_together = self._passes.can_batch(next(iter(pieces)))
         for answer, count in pieces.items():
             part = ("prompts" if answer in of_prompts else "answers") if is_together else "alone"
             self._take(answer.request_id, part, seconds * count / tokens)
@@ -489,59 +466,6 @@ class TransformersExecutor:
             self._answers[answer.request_id].remove(answer)
             self._model.close(answer.context)
         return [reply]
-
-    def _choose_pieces(self, answers: Sequence[Answer]) -> dict[Answer, int]:
-        """Returns how many tokens of each answer's context are read together in this step; those of none are missing.
-
-        Of the tokens of prompts, half are given out in the order of the step, and the others to the shortest prompts: so none
-        waits for all long ones, and none waits for ever. While nothing is written, those that can be read to their ends are,
-        and what is longer gets no more beside them than beside answers, since answers begin in this step.
-        """
-        pieces = {answer: 1 for answer in answers if answer.context.prompt is None}
-        prompts = [answer for answer in answers if answer.context.prompt is not None]
-        left = _PIECE_TOKENS
-        shortest_first = sorted(prompts, key=lambda answer: answer.context.unread)
-        if not pieces:
-            left = max(_PIECE_TOKENS, min(_IDLE_TOKENS, int(_IDLE_S / self._token_s)))
-            for answer in shortest_first:
-                if answer.context.unread > left - _PIECE_TOKENS // 2:
-                    break
-                pieces[answer] = answer.context.unread
-                left -= pieces[answer]
-            if pieces:
-                left = min(left, _PIECE_TOKENS)
-        for line, kept in ((prompts, left // 2), (shortest_first, 0)):
-            for answer in line:
-                count = min(answer.context.unread - pieces.get(answer, 0), left - kept)
-                if count > 0:
-                    pieces[answer] = pieces.get(answer, 0) + count
-                    left -= count
-        return pieces
-
-    def _choose_lone(self, answers: Sequence[Answer]) -> list[Answer]:
-        """Returns the answers that are read alone in this step: the first one, and of the others the one whose turn is next."""
-        chosen = [*answers[:1], *sorted(answers[1:], key=lambda answer: answer.turn)[: _LONE_PASSES - 1]]
-        for answer in chosen:
-            answer.turn = next(self._turns)
-        return chosen
-
-    def _share_choosing(self, answers: Sequence[Answer]) -> Sequence[Answer]:
-        """Returns the answers that are read in this step: all of them, if they are one owner's. Otherwise, of each owner, as
-        many as take some milliseconds to choose tokens for, in turn.
-        """
-        left = dict.fromkeys((answer.owner for answer in answers), _CHOOSING_S)
-        if len(left) < 2 or sum(answer.choosing_s for answer in answers) <= _CHOOSING_S:
-            return answers
-        chosen = set()
-        for answer in sorted(answers, key=lambda answer: answer.turn):
-            if left[answer.owner] > 0:
-                left[answer.owner] -= answer.choosing_s
-                answer.turn = next(self._turns)
-                chosen.add(answer)
-        return [answer for answer in answers if answer in chosen]
-
-    def _can_batch(self, answer: Answer) -> bool:
-        return self._model.flat and self._batch_decode and not answer.repeatable
 
     # -- embeddings ----------------------------------------------------------------------------------------------------
 

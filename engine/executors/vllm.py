@@ -237,7 +237,7 @@ class VllmExecutor(VllmLoop[_Request]):
         else:
             tokens = prompts[0]["prompt_token_ids"]
             params = self._builder.sampling_of(payload, counts[0])
-            readers = self._builder.readers_of(payload, tokens)
+            readers = self._builder.texts.readers_of(payload, tokens)
             request.answers += [_Answer(reader, params.logprobs or 0) for reader in readers]
         for prompt in prompts:
             name = f"{request_id}-{len(request.names)}"

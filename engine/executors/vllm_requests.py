@@ -22,7 +22,6 @@ from shmring.engine.executors.interface import ContextLengthError
 from shmring.engine.executors.prompts import check_pixels, find_max_pixels
 from shmring.engine.executors.sampling import GREEDY_BELOW, check_sampling, longest_answer
 from shmring.engine.executors.stopping import StopTexts
-from shmring.engine.executors.tool_calls import ResponseReader, readers_of
 from shmring.engine.protocol import (
     ChatMessage,
     GenerateRequest,
@@ -108,10 +107,6 @@ class RequestBuilder:
         tokens: list[int] = self.build(request)["prompt_token_ids"]
         return list(tokens), ""
 
-    def readers_of(self, request: GenerateRequest, prompt_token_ids: Sequence[int]) -> list[ResponseReader | None]:
-        """Returns what reads each answer to a request with tools; None: its text is given out as it is."""
-        return readers_of(request, self.texts.response_template, self.tokenizer, prompt_token_ids)
-
     def build_input(self, item: Text | Medium) -> dict[str, Any]:
         """Makes a prompt of something that is to be embedded.
 
@@ -196,8 +191,6 @@ class RequestBuilder:
         StopTexts(params.stop)
         if params.min_tokens and len(params.stop_token_ids) > _MAX_STOP_TOKENS:
             raise ValueError(f"with min_tokens, at most {_MAX_STOP_TOKENS} stop_token_ids are taken")
-        if params.max_tokens is not None and params.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
         if not 1 <= params.n <= self._max_num_seqs:
             raise ValueError(
                 f"n must be from 1 to {self._max_num_seqs}, the answers that are written at a time, got {params.n}"

@@ -11,7 +11,7 @@ from shmring.engine.executors.grammars import Grammar
 from shmring.engine.executors.sampling import Choice, Sampler, longest_answer
 from shmring.engine.executors.stopping import StopTexts
 from shmring.engine.executors.tool_calls import Parts, ResponseReader, read
-from shmring.engine.protocol import FinishReason, GenerateReply, SamplingParams, TokenLogprobs
+from shmring.engine.protocol import FinishReason, GenerateReply, GenerateRequest, TokenLogprobs
 
 __all__ = ["Answer"]
 
@@ -22,52 +22,49 @@ class Answer:
     """An answer that is being written.
 
     Args:
-        sampling: how; checked here.
-        owner: of the request.
+        request_id, request: whose it is; how it is to be written is checked here.
+        index: which of the request's answers it is.
         prompt: its tokens, shape (tokens,).
         checkpoint: the model.
         contents: of its tokens.
         reader: tells tool calls from text; None: all of it is text.
         grammar: what it may be, or what each call in it may be behind its opening mark, if the reader looks for these; None:
             anything.
-        index: which of the request's answers it is.
 
     Raises:
         ValueError: the sampling parameters make no sense.
         ContextLengthError: the model has no room for the answer.
 
     Attributes:
-        index: as given.
+        request_id, index: as given.
         context: what the model knows of it; set when its prompt is ready.
         logits: of its next token, while it waits: for its grammar, or for room.
-        request_id: whose it is; set then, too.
         sampler: chooses its tokens.
         grammar: what says which tokens may be next, if anything does.
         twins: the answers behind it, until they are begun: the prompt is read once for all of them.
-        owner: as given.
+        owner: of the request.
         repeatable: whether it must be the same again, bit for bit.
         turn: its last one, where not all answers are read in a step.
         choosing_s: what its last token took to choose.
     """
 
     context: Context
-    request_id: int
 
     def __init__(
         self,
-        sampling: SamplingParams,
-        owner: str,
+        request_id: int,
+        request: GenerateRequest,
+        index: int,
         prompt: torch.Tensor,
         checkpoint: Checkpoint,
         contents: TokenBytes,
-        reader: ResponseReader | None = None,
-        grammar: Grammar | None = None,
-        index: int = 0,
+        reader: ResponseReader | None,
+        grammar: Grammar | None,
     ) -> None:
-        if sampling.max_tokens is not None and sampling.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+        sampling = request.sampling
         self.repeatable = sampling.seed is not None
-        self.owner = owner
+        self.request_id = request_id
+        self.owner = request.owner
         self.turn = 0
         self.choosing_s = 0.0
         self.twins: list[Answer] = []

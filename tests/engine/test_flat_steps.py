@@ -17,8 +17,7 @@ from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
-from shmring.engine.executors import attention, generation  # noqa: E402 - after the skip
-from shmring.engine.executors import transformers as executor_module  # noqa: E402
+from shmring.engine.executors import attention, generation, passes  # noqa: E402 - after the skip
 from shmring.engine.executors.attention import ContextCache  # noqa: E402
 from shmring.engine.executors.generation import LanguageModel  # noqa: E402
 from shmring.engine.executors.sampling import Sampler  # noqa: E402
@@ -92,8 +91,8 @@ def test_logits_are_those_of_a_request_alone(
     architecture: str, dtype: torch.dtype, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Prompts come in many pieces; contexts share shelves, move to longer ones, and leave rows that others take.
-    monkeypatch.setattr(executor_module, "_PIECE_TOKENS", 7)
-    monkeypatch.setattr(executor_module, "_IDLE_TOKENS", 20)
+    monkeypatch.setattr(passes, "_PIECE_TOKENS", 7)
+    monkeypatch.setattr(passes, "_IDLE_TOKENS", 20)
     monkeypatch.setattr(attention, "_SHORTEST", 16)
     monkeypatch.setattr(attention, "_SHELF_TOKENS", 128)
     path = tiny_model(architecture)

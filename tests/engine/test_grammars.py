@@ -306,7 +306,7 @@ def test_a_form_is_paid_for_by_the_request_that_has_it_tried(executor: Transform
     form = form_of(StructuredOutputsParams(regex="(a|b){3}(c|d){3}"))
     for request_id, owner in {1: "first", 2: "second", 3: "first"}.items():
         prepared.begin(request_id, form, owner=owner)
-    stage = prepared.preparing.go_on(2)
+    stage = prepared.preparing.stage_of(2)
     assert stage is not None
     assert stage.job is not None
     stage.job.result(60)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from shmring.engine.executors import preparing
-from shmring.engine.executors.preparing import FORMS, LATER, MEDIA, TEXTS, Preparing, Stage, Stages, awaited, thread_for
+from shmring.engine.executors.preparing import FORMS, LATER, MEDIA, TEXTS, Preparing, Stage, Stages, thread_for
 from shmring.engine.executors.shared_threads import Job
 
 
@@ -29,7 +29,7 @@ class Held:
 
 def begin(prepared: Preparing[str], number: int, work: Callable[[], str], thread: str, owner: str = "") -> None:
     prepared.begin(number, owner, prepared.on_thread(thread, owner, work))
-    prepared.go_on(number)
+    assert prepared.take(number) is None
 
 
 def taken(prepared: Preparing[str], number: int) -> str:
@@ -83,19 +83,23 @@ def test_a_request_passes_its_stages_and_says_what_it_waits_for() -> None:
         return (yield from prepared.on_thread(TEXTS, "a", held, keeps_inputs=False))
 
     prepared.begin(1, "a", stages())
-    assert (prepared.go_on(1), prepared.part_of(1)) == (Stage(dear, FORMS, pays_first=True), "forms")
+    assert prepared.take(1) is None
+    assert prepared.stage_of(1) == Stage(dear, FORMS, pays_first=True)
     dear.run()
     dear.seconds = 7.0
-    assert prepared.go_on(1) == Stage(dear, FORMS, pays_first=True), "it pays in this step, and goes on in the next one"
+    assert prepared.take(1) is None
+    assert prepared.stage_of(1) == Stage(dear, FORMS, pays_first=True), "it pays in this step, and goes on in the next one"
     assert prepared.take_seconds(1) == {"forms": 7.0}
-    assert prepared.go_on(1) is LATER
-    stage = prepared.go_on(1)
+    assert prepared.take(1) is None
+    assert prepared.stage_of(1) is LATER
+    assert prepared.take(1) is None
+    stage = prepared.stage_of(1)
     assert stage is not None
-    assert (stage.keeps_inputs, prepared.part_of(1)) == (False, "preparing")
+    assert (stage.keeps_inputs, stage.part) == (False, "preparing")
     held.may_end.set()
     assert taken(prepared, 1) == "shmring-texts"
     assert [*prepared.take_seconds(1)] == ["forms", "preparing"]
-    assert (prepared.part_of(1), prepared.take_seconds(1)) == (None, {})
+    assert (prepared.stage_of(1), prepared.take_seconds(1)) == (None, {})
 
 
 def test_an_error_is_raised_where_the_request_goes_on() -> None:
@@ -130,19 +134,6 @@ def test_what_was_given_up_is_not_prepared_and_leaves_nothing() -> None:
     begin(prepared, 3, Held(), MEDIA)
     prepared.close()
     assert 3 not in prepared
-
-
-def test_what_is_ready_is_not_kept_waiting_by_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "LOOKING_S", 600)
-    prepared, held = Preparing[str](), Held()
-    begin(prepared, 1, held, MEDIA)
-    done = Job("", lambda: "done")
-    done.run()
-    prepared.begin(2, "", awaited(done))
-    assert prepared.go_on(2) is None
-    prepared.wait([1, 2])
-    assert prepared.take(2) == "done"
-    held.may_end.set()
 
 
 def test_a_thread_is_shared_by_owner_and_paid_for() -> None:

@@ -50,7 +50,8 @@ from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
-from shmring.engine.executors import transformers as executor_module  # noqa: E402 - after the skip
+from shmring.engine.executors import passes  # noqa: E402 - after the skip
+from shmring.engine.executors import transformers as executor_module  # noqa: E402
 from shmring.engine.executors.preparing import LATER  # noqa: E402
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
 
@@ -384,23 +385,23 @@ def test_a_short_prompt_waits_for_no_long_one_and_a_long_one_for_no_stream_of_sh
 def test_while_no_answer_is_written_as_much_of_a_prompt_is_read_as_takes_some_time(
     token_s: float, tokens: int, executor: TransformersExecutor
 ) -> None:
-    executor._token_s = token_s
+    executor._passes._token_s = token_s
     executor.execute([StepInput(1, of_tokens(300, max_tokens=2))])
     assert lengths(executor, [1]) == [tokens]
     executor.forget(1)
-    assert 0 < executor._token_s != token_s, "it was measured"
+    assert 0 < executor._passes._token_s != token_s, "it was measured"
 
 
 def test_while_no_answer_is_written_short_prompts_are_read_whole_and_long_ones_do_not_hold_them_up(
     executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_module, "_IDLE_TOKENS", 400)
-    executor._token_s = 1e-6  # so that there is time for all of them
+    monkeypatch.setattr(passes, "_IDLE_TOKENS", 400)
+    executor._passes._token_s = 1e-6  # so that there is time for all of them
     long, *short = (of_tokens(count, max_tokens=2) for count in (500, 40, 50))
     executor.execute([StepInput(0, long)])
     assert lengths(executor, [0]) == [400]
     executor.forget(0)
-    executor._token_s = 1e-6
+    executor._passes._token_s = 1e-6
     executor.execute([StepInput(number, request) for number, request in enumerate((long, *short))])
     assert lengths(executor, [0, 1, 2]) == [128, 40, 50]
     for number in range(3):

@@ -150,7 +150,7 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "engine/executors/transformers.py",
+        "engine/executors/passes.py",
         (
             "all tokens of prompts are for the shortest",
             "((prompts, left // 2), (shortest_first, 0))",
