@@ -22,6 +22,7 @@ __all__ = [
     "Checkpoint",
     "LoadSettings",
     "ModelSource",
+    "find_eos",
     "find_model_type",
     "import_transformers",
     "load_checkpoint",
@@ -193,7 +194,7 @@ def _load(transformers: Any, place: ModelSource, settings: LoadSettings) -> Chec
         model.to(_choose_device(settings.device)).eval(),
         tokenizer,
         processor,
-        _find_eos(model, tokenizer),
+        find_eos(model.generation_config, tokenizer),
         _choose_max_model_len(name, config, settings.max_model_len),
     )
 
@@ -214,9 +215,10 @@ def _choose_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def _find_eos(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The generation's configuration comes first: chat models end with a token of their own."""
-    tokens = model.generation_config.eos_token_id if model.generation_config is not None else None
+def find_eos(config: Any | None, tokenizer: Any) -> frozenset[int]:
+    """Returns the tokens that end an answer: by a model's configuration of generation, if it has one that says so, since chat
+    models end with a token of their own; or by its tokenizer."""
+    tokens = None if config is None else config.eos_token_id
     if tokens is None:
         tokens = tokenizer.eos_token_id
     if tokens is None:

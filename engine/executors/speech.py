@@ -77,7 +77,6 @@ class SpeechExecutor:
             self._checkpoint.tokenizer,
             self._extractor,
             self._model.generation_config,
-            self._checkpoint.eos_token_ids,
             self._checkpoint.max_model_len,
         )
         heads = getattr(self._model.generation_config, "alignment_heads", None)

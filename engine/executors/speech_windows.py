@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shmring.engine.executors.checkpoint import ModelSource
+from shmring.engine.executors.checkpoint import ModelSource, find_eos
 from shmring.engine.executors.interface import StepOutput
 from shmring.engine.inputs import InputSpec, SoundSpec
 from shmring.engine.protocol import (
@@ -127,7 +127,6 @@ class SpeechModel:
         tokenizer: of transformers.
         extractor: of transformers: makes of samples what the model hears.
         config: of transformers: how the model writes.
-        eos_token_ids: tokens that end a window.
         max_model_len: tokens of a window and of what stands before it.
 
     Attributes:
@@ -136,18 +135,17 @@ class SpeechModel:
         begin_of_text: the token with which the text of a window begins.
         no_speech: the token that says that nobody speaks.
         suppressed: tokens that are never chosen.
+        eos_token_ids: tokens that end a window.
         sample_rate: of recordings, in Hz.
 
     Raises:
         ValueError: it lacks something that such models have.
     """
 
-    def __init__(
-        self, name: str, tokenizer: Any, extractor: Any, config: Any, eos_token_ids: frozenset[int], max_model_len: int
-    ) -> None:
+    def __init__(self, name: str, tokenizer: Any, extractor: Any, config: Any, max_model_len: int) -> None:
         self._name = name
         self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = find_eos(config, tokenizer)
         self._max_model_len = max_model_len
         self.languages: Mapping[str, int] = getattr(config, "lang_to_id", None) or {}
         self.tasks: Mapping[str, int] = getattr(config, "task_to_id", None) or {}
@@ -266,7 +264,7 @@ class SpeechModel:
         window.logprobs.append(logprob)
         transcript.generated += 1
         room = self._max_model_len - len(window.tokens)
-        is_last = token in self._eos_token_ids
+        is_last = token in self.eos_token_ids
         if not is_last:
             window.tokens.append(token)
             self._write(transcript, window)

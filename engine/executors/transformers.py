@@ -22,8 +22,8 @@ counts requests to encode, too.)
 
 Invariants:
 
-- no view of the slab outlives the step it came with. Errors are therefore returned as new ones with the text of what was
-  raised: the frames of a traceback hold views;
+- no view of the slab outlives the steps in which its request keeps its slots. Errors are therefore returned as new ones with
+  the text of what was raised: the frames of a traceback hold views;
 - a request that fails takes no other with it, and leaves no state.
 """
 

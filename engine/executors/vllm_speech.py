@@ -86,16 +86,12 @@ class VllmSpeechExecutor(VllmLoop[_Request]):
         self._argument: str = importlib.import_module(_MARKS).ARGUMENT
         self._params = importlib.import_module("vllm").SamplingParams
         self._delta = importlib.import_module("vllm.sampling_params").RequestOutputKind.DELTA
-        config = load_generation_config(options.model)
-        eos = config.eos_token_id
-        self._eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos)
         self._max_model_len: int = self._engine.model_config.max_model_len
         self._speech = SpeechModel(
             self._name,
             self._engine.renderer.get_tokenizer(),
             self._engine.renderer.mm_processor.info.get_feature_extractor(),
-            config,
-            self._eos_token_ids,
+            load_generation_config(options.model),
             self._max_model_len,
         )
         self._heard_tokens: int = self._engine.model_config.hf_config.max_source_positions
@@ -156,7 +152,7 @@ class VllmSpeechExecutor(VllmLoop[_Request]):
             temperature=0.0 if request.finds_language else transcript.temperature,
             seed=int(torch.randint(1 << 62, (), generator=transcript.generator)),
             max_tokens=1 if request.finds_language else room,
-            stop_token_ids=sorted(self._eos_token_ids),
+            stop_token_ids=sorted(self._speech.eos_token_ids),
             logprob_token_ids=[self._speech.no_speech],
             extra_args={self._argument: list(request.first)},
             detokenize=False,
