@@ -23,7 +23,7 @@ import copy
 import importlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -193,15 +193,15 @@ class PromptBuilder:
         self._check_features([item])
         return self._build_media([item])
 
-    def read_text(self, text: Text) -> list[int]:
-        """Returns the tokens of a text to be embedded.
+    def read_text(self, text: Text) -> Text:
+        """Returns a text to be embedded in tokens: in an array, which takes a ninth of a list's memory.
 
         Raises:
             ValueError, ContextLengthError: it is not what this model takes.
         """
-        tokens: list[int] = self._tokenize(text.text)["input_ids"][0].tolist()
-        self.texts.check_prompt(tokens, None)
-        return tokens
+        tokens = array("i", self._tokenize(text.text)["input_ids"][0].tolist())
+        self.texts.check_prompt(cast("list[int]", tokens), None)
+        return Text(cast("list[int]", tokens))
 
     def _build_media(self, media: Sequence[Medium]) -> dict[str, Any]:
         """Makes the inputs of a prompt that is nothing but media of one kind."""

@@ -34,10 +34,9 @@ import copy
 import dataclasses
 import functools
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -500,7 +499,7 @@ class TransformersExecutor:
             self._prompts.texts.check_characters(len(item.text) if isinstance(item.text, str) else 0, None)
         tokens: _Tokens = {}
         for number, item in long:
-            work = functools.partial(_read_text, self._prompts_of[TEXTS], item)
+            work = functools.partial(self._prompts_of[TEXTS].read_text, item)
             tokens[number] = yield from self._preparing.on_thread(TEXTS, request.owner, work)
         return tokens
 
@@ -523,11 +522,6 @@ _Prepared: TypeAlias = tuple[list[Answer], Prompt] | StepOutput | _Tokens
 def _has_room(answer: Answer, room: Mapping[int, int | None]) -> bool:
     answers = room[answer.request_id]
     return answers is None or answer.index < answers
-
-
-def _read_text(prompts: PromptBuilder, text: Text) -> Text:
-    """Returns a text in tokens: in an array, which takes a ninth of a list's memory."""
-    return Text(cast("list[int]", array("i", prompts.read_text(text))))
 
 
 def _copied(checkpoint: Checkpoint) -> Checkpoint:

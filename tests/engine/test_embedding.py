@@ -38,8 +38,7 @@ from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
-from shmring.engine.executors import transformers as executor_module  # noqa: E402 - after the skip
-from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
+from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402 - after the skip
 
 SEEING = ["llava", "gemma3", "idefics3", "qwen2_vl"]
 MANY = 50
@@ -537,7 +536,7 @@ def test_long_texts_are_made_into_tokens_beside_steps(
     read_text = executor._prompts_of["texts"].read_text
     threads: list[str] = []
 
-    def wait(text: Text) -> list[int]:
+    def wait(text: Text) -> Text:
         threads.append(threading.current_thread().name)
         assert go_on.wait(60)
         return read_text(text)
@@ -575,7 +574,7 @@ def test_long_texts_of_several_requests_are_made_into_tokens_in_turn(
     read_text = executor._prompts_of["texts"].read_text
     read: list[str] = []
 
-    def note(text: Text) -> list[int]:
+    def note(text: Text) -> Text:
         assert isinstance(text.text, str)
         read.append(text.text[:4])
         return read_text(text)
@@ -589,7 +588,7 @@ def test_long_texts_of_several_requests_are_made_into_tokens_in_turn(
             assert isinstance(output, StepOutput)
             if output.finished:
                 del running[number]
-    text = executor_module._read_text(executor._prompts, one.inputs[0])  # type: ignore[arg-type]
+    text = executor._prompts.read_text(one.inputs[0])  # type: ignore[arg-type]
     assert sys.getsizeof(text.text) < 6 * len(text.text) + 100, "tokens take no more memory than their text"
     assert read.index("one,") <= 1, "it does not wait for all texts of the other request"
     assert len(read) == 13
@@ -603,10 +602,10 @@ def test_the_long_texts_of_a_request_that_was_given_up_are_made_into_tokens_no_m
     go_on = threading.Event()
     read: list[Text] = []
 
-    def wait(text: Text) -> list[int]:
+    def wait(text: Text) -> Text:
         read.append(text)
         assert go_on.wait(60)
-        return [1]
+        return Text([1])
 
     monkeypatch.setattr(executor._prompts_of["texts"], "read_text", wait)
     executor.execute([StepInput(1, EncodeRequest([Text("many " * 30)] * 12))])
