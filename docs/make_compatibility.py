@@ -252,6 +252,7 @@ def _of_responses(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: fields[name] for name in fields if name in _GENERATION_FIELDS_OF_RESPONSES}
 
 
+_LOGPROBS = "message.output_text.logprobs"
 _RESPONSES_TOOLS = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}]
 
 _SCORING_REFUSED = {
@@ -382,8 +383,10 @@ FIELDS = {
             "previous_response_id": A_RESPONSE,
             "reasoning": {"effort": "high"},
             "store": False,
+            "include": [_LOGPROBS],
             "text": {"format": {"type": "text"}},
             "tool_choice": "none",
+            "top_logprobs": 2,
             "tools": _RESPONSES_TOOLS,
             "user": "me",
         },
@@ -392,7 +395,6 @@ FIELDS = {
         | {
             "background": True,
             "enable_response_messages": True,
-            "include": ["message.output_text.logprobs"],
             "include_reasoning": False,
             "max_tool_calls": 1,
             "media_io_kwargs": {"video": {"num_frames": 4}},
@@ -400,13 +402,12 @@ FIELDS = {
             "previous_input_messages": [{"role": "user"}],
             "prompt": {"id": "x"},
             "service_tier": "flex",
-            "top_logprobs": 2,
             "truncation": "auto",
         },
         named=_of_responses(_GENERATION_NAMED) | {"prompt_cache_key": "x"},
         notes={
-            "include": "also `reasoning.encrypted_content`, since reasoning is in the answer anyway, in plain text; and what "
-            "is of the vendor's own tools, since there are none",
+            "include": f"`{_LOGPROBS}`: {_OURS}; those of the text's tokens. `reasoning.encrypted_content` is taken, since "
+            "reasoning is in the answer anyway, in plain text; and what is of the vendor's own tools, since there are none",
             "input": "a text, or items: messages, `function_call`, `function_call_output`, `item_reference`; `reasoning` is "
             "named",
             "previous_response_id": "of a response that is kept",
@@ -420,9 +421,15 @@ FIELDS = {
             "tool_choice": "as in chats",
             "tools": "of the type `function`, as in chats, also in a `namespace`: the model is told of `find` in `crm` as "
             "`crm__find`, and a call names both apart; beside these, those that the vendor's server runs are named",
+            "top_logprobs": f"up to 20, beside `{_LOGPROBS}` in `include`, and named without it; of an answer, 262,144 "
+            "logprobs together",
             "user": "is in the answer",
         },
-        beside={"parallel_tool_calls": {"tools": _RESPONSES_TOOLS}, "tool_choice": {"tools": _RESPONSES_TOOLS}},
+        beside={
+            "parallel_tool_calls": {"tools": _RESPONSES_TOOLS},
+            "tool_choice": {"tools": _RESPONSES_TOOLS},
+            "top_logprobs": {"include": [_LOGPROBS]},
+        },
     ),
     "POST /v1/messages": Fields(
         MessagesRequest,

@@ -54,10 +54,12 @@ __all__ = [
     "ChatCompletionChunk",
     "ChatMessageParam",
     "ChatRequest",
+    "ChatLogprob",
     "Choice",
     "ChunkChoice",
     "Delta",
     "ResponseMessage",
+    "describe_tokens",
     "engine_messages",
     "engine_request",
 ]
@@ -329,20 +331,14 @@ def _piece(output: GenerateReply | None, reason: FinishReason | None, index: int
     return ChunkChoice(delta, reason, index, logprobs)
 
 
-def _logprobs(tokens: Sequence[TokenLogprobs], _: int) -> ChatLogprobs:
-    """Each token is encoded at once: an answer of thousands would keep the loop for long at its end."""
-    encoded = [
-        msgspec.Raw(
-            msgspec.json.encode(
-                ChatLogprob(
-                    *_described(token.token, token.logprob),
-                    [TopLogprob(*_described(other, logprob)) for other, logprob in token.top],
-                )
-            )
-        )
-        for token in tokens
-    ]
-    return ChatLogprobs(encoded)  # type: ignore[arg-type]  # what they are is said by the type
+def describe_tokens(tokens: Sequence[TokenLogprobs]) -> list[ChatLogprob]:
+    """Returns how likely tokens were, each encoded at once: an answer of thousands would keep the loop for long at its end."""
+    return [msgspec.Raw(msgspec.json.encode(_likely(token))) for token in tokens]  # type: ignore[misc]  # encoded ones
+
+
+def _likely(token: TokenLogprobs) -> ChatLogprob:
+    top = [TopLogprob(*_described(other, logprob)) for other, logprob in token.top]
+    return ChatLogprob(*_described(token.token, token.logprob), top)
 
 
 def _described(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
@@ -360,5 +356,5 @@ CHAT_FORM = AnswerForm(
     choice=_choice,
     opening=lambda index: ChunkChoice(Delta("assistant", ""), index=index),
     piece=_piece,
-    logprobs=_logprobs,
+    logprobs=lambda tokens, _: ChatLogprobs(describe_tokens(tokens)),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -17,8 +17,10 @@ from msgspec import UNSET, UnsetType
 from shmring.engine.protocol import FinishReason, GenerateReply
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.errors import ApiError, ErrorBody
+from shmring.frontend.openai.chat import ChatLogprob, describe_tokens
 from shmring.frontend.openai.responses_request import Reasoning, ResponsesRequest, TextConfig
 from shmring.frontend.openai.responses_tools import ChatTools, ResponsesTool, ResponsesToolChoice, shown
+from shmring.frontend.openai.text_tokens import TextTokens
 from shmring.frontend.responses import new_id, random_digits
 
 __all__ = ["ResponsesAnswer", "ResponsesEvent", "ResponsesWriter", "number_of", "response_id_of"]
@@ -33,7 +35,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
     text: str = ""
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[ChatLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
@@ -119,6 +121,7 @@ class ResponsesAnswer(msgspec.Struct, kw_only=True):
     text: TextConfig | None
     tool_choice: ResponsesToolChoice
     tools: list[ResponsesTool]
+    top_logprobs: int
     top_p: float
     user: str | None
     output: list[_Item]
@@ -131,6 +134,11 @@ class ResponsesAnswer(msgspec.Struct, kw_only=True):
     background: Literal[False] = False
     store: bool = False
     truncation: Literal["disabled"] = "disabled"
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether it says how likely tokens were, which takes many bytes."""
+        return any(part.logprobs for item in self.output if isinstance(item, OutputMessage) for part in item.content)
 
 
 class ResponsesEvent(msgspec.Struct, kw_only=True):
@@ -146,7 +154,7 @@ class ResponsesEvent(msgspec.Struct, kw_only=True):
     part: OutputText | ReasoningText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
-    logprobs: list[Any] | UnsetType = UNSET
+    logprobs: list[ChatLogprob] | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
     error: ErrorBody | UnsetType = UNSET
@@ -182,6 +190,7 @@ class ResponsesWriter:
             text=request.text,
             tool_choice=request.tool_choice or "auto",
             tools=shown(request.tools or []),
+            top_logprobs=request.top_logprobs or 0,
             top_p=1.0 if request.top_p is None else request.top_p,
             user=request.user,
             output=[],
@@ -191,6 +200,8 @@ class ResponsesWriter:
         self._numbers = itertools.count()
         self._open: OutputMessage | ReasoningItem | None = None  # the last item, while it grows
         self._texts: list[str] = []  # of that item
+        self._tokens = TextTokens()
+        self._logprobs: list[ChatLogprob] = []  # of that item, too
         self._reasoning_tokens = 0
 
     def begin(self, _: GenerateReply) -> Iterator[ResponsesEvent]:
@@ -200,12 +211,17 @@ class ResponsesWriter:
 
     def add(self, piece: GenerateReply) -> Iterator[ResponsesEvent]:
         """Yields the events of a piece."""
+        self._tokens.add(piece.logprobs)
         if piece.reasoning:
+            self._tokens.take(piece.reasoning)
             yield from self._grow(ReasoningItem, piece.reasoning)
             if len(self.answer.output) == 1:
                 self._reasoning_tokens = piece.completion_tokens
         if piece.text:
-            yield from self._grow(OutputMessage, piece.text)
+            logprobs = describe_tokens(self._tokens.take(piece.text))
+            yield from self._grow(OutputMessage, piece.text, logprobs)
+        if piece.tool_calls:
+            self._tokens.drop()
         for call in piece.tool_calls:
             yield from self._close("completed")
             yield from self._call(call)
@@ -230,7 +246,9 @@ class ResponsesWriter:
         body = error.envelope().error
         return self._event("error", error=body, message=body.message, code=body.code, param=body.param)
 
-    def _grow(self, kind: type[OutputMessage | ReasoningItem], text: str) -> Iterator[ResponsesEvent]:
+    def _grow(
+        self, kind: type[OutputMessage | ReasoningItem], text: str, logprobs: Sequence[ChatLogprob] = ()
+    ) -> Iterator[ResponsesEvent]:
         item = self._open
         if item is None or type(item) is not kind:
             yield from self._close("completed")
@@ -240,22 +258,23 @@ class ResponsesWriter:
             yield self._event("response.output_item.added", output_index=self._index, item=item)
             yield self._event_of_text(item, "content_part.added", part=OutputText() if is_message else ReasoningText())
         self._texts.append(text)
+        self._logprobs += logprobs
         if text:
-            yield self._event_of_text(item, f"{_name_of(item)}.delta", delta=text)
+            yield self._event_of_text(item, f"{_name_of(item)}.delta", logprobs, delta=text)
 
     def _close(self, status: _Status) -> Iterator[ResponsesEvent]:
         """The item that grew is done."""
         item, self._open = self._open, None
         if item is None:
             return
-        text = "".join(self._texts)
-        self._texts.clear()
+        text, logprobs = "".join(self._texts), self._logprobs
+        self._texts, self._logprobs = [], []
         if isinstance(item, OutputMessage):
-            item.content = [OutputText(text)]
+            item.content = [OutputText(text, logprobs=logprobs)]
         else:
             item.content = [ReasoningText(text)]
         item.status = status
-        yield self._event_of_text(item, f"{_name_of(item)}.done", text=text)
+        yield self._event_of_text(item, f"{_name_of(item)}.done", logprobs, text=text)
         yield self._event_of_text(item, "content_part.done", part=item.content[0])
         yield self._event("response.output_item.done", output_index=self._index, item=item)
 
@@ -279,9 +298,11 @@ class ResponsesWriter:
     def _index(self) -> int:
         return len(self.answer.output) - 1
 
-    def _event_of_text(self, item: OutputMessage | ReasoningItem, name: str, **fields: Any) -> ResponsesEvent:
+    def _event_of_text(
+        self, item: OutputMessage | ReasoningItem, name: str, logprobs: Sequence[ChatLogprob] = (), **fields: Any
+    ) -> ResponsesEvent:
         if name.startswith("output_text"):
-            fields["logprobs"] = []
+            fields["logprobs"] = list(logprobs)
         return self._event(f"response.{name}", item_id=item.id, output_index=self._index, content_index=0, **fields)
 
     def _event(self, kind: str, /, **fields: Any) -> ResponsesEvent:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from shmring.frontend.errors import ApiError
 from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalPart
-from shmring.frontend.openai.generation import GenerationRequest, TokenCount
+from shmring.frontend.openai.generation import GenerationRequest, Logprobs, TokenCount
 from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, MEANS_NOTHING, ContentPart, ImagePart, TextPart
 from shmring.frontend.openai.parsing import BodyParser, misplaced
 from shmring.frontend.openai.responses_tools import ChatTools, ResponsesTool, ResponsesToolChoice, name_in_chat
@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _MEANS_NOTHING = "Means nothing here."
+_NOTHING: Any = None
 
 
 class InputTextPart(msgspec.Struct, tag_field="type", tag="input_text"):
@@ -48,11 +49,14 @@ class InputTextPart(msgspec.Struct, tag_field="type", tag="input_text"):
 
 
 class OutputTextPart(msgspec.Struct, tag_field="type", tag="output_text"):
-    """Text of an earlier answer."""
+    """Text of an earlier answer. Nothing else of it is kept: logprobs may be a thousand times as long."""
 
     text: str
-    annotations: Annotated[Any, Meta(description=_MEANS_NOTHING)] = None
-    logprobs: Annotated[Any, Meta(description=_MEANS_NOTHING)] = None
+    annotations: Annotated[msgspec.Raw, Meta(description=_MEANS_NOTHING)] = _NOTHING
+    logprobs: Annotated[msgspec.Raw, Meta(description=_MEANS_NOTHING)] = _NOTHING
+
+    def __post_init__(self) -> None:
+        self.annotations = self.logprobs = _NOTHING
 
 
 class InputImagePart(msgspec.Struct, tag_field="type", tag="input_image"):
@@ -115,16 +119,20 @@ class Reasoning(msgspec.Struct):
 
 _STORE = "Whether the server keeps the answer for a while; it does by default, unless it keeps none at all."
 
-# Reasoning is in an answer anyway, and there are no results of tools that the server does not run.
-_INCLUDED = (
+_LOGPROBS: Literal["message.output_text.logprobs"] = "message.output_text.logprobs"
+_Included: TypeAlias = Literal[
+    "message.output_text.logprobs",
+    # What is there anyway.
+    "message.input_image.image_url",
     "reasoning.encrypted_content",
+    # Results of tools that the server does not run.
     "web_search_call.action.sources",
     "web_search_call.results",
     "file_search_call.results",
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
-)
-_INCLUDE = f"Not supported, but for what is there anyway, or can't be there: {', '.join(_INCLUDED)}."
+]
+_INCLUDE = f"`{_LOGPROBS}`: how likely the text's tokens were. The others say what is there anyway, or can't be there."
 
 _Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]  # as in OpenAI's API
 
@@ -147,9 +155,9 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     previous_response_id: Annotated[str | None, Meta(description="The answer to go on from, which the server keeps.")] = None
     conversation: Annotated[Any, only()] = None
     prompt: Annotated[Any, only()] = None
-    include: Annotated[list[str] | None, Meta(description=_INCLUDE)] = None
+    include: Annotated[list[_Included] | None, Meta(description=_INCLUDE)] = None
     max_tool_calls: Annotated[Any, only()] = None
-    top_logprobs: Annotated[Any, only(0)] = None
+    top_logprobs: Annotated[Logprobs | None, Meta(description=f"With `{_LOGPROBS}` in `include`.")] = None
     truncation: Annotated[Any, only("disabled")] = None
     service_tier: Annotated[Any, only("auto", "default")] = None
     include_reasoning: Annotated[Any, only(True)] = None
@@ -162,11 +170,16 @@ class ResponsesRequest(GenerationRequest, kw_only=True):
     response_format: Annotated[Any, only()] = None
     n: Annotated[Any, only(1)] = None
 
+    @property
+    def includes_logprobs(self) -> bool:
+        """Whether the answer says how likely the tokens of its text were."""
+        return _LOGPROBS in (self.include or [])
+
 
 _UNSUPPORTED = Unsupported(ResponsesRequest)
 _UNSUPPORTED_OF_PICTURES = Unsupported(InputImagePart)
 # Other fields of a chat are made of other fields.
-_MADE = ("messages", "tools", "tool_choice", "max_completion_tokens", "response_format", "reasoning_effort")
+_MADE = ("messages", "tools", "tool_choice", "max_completion_tokens", "response_format", "reasoning_effort", "top_logprobs")
 _SAME = frozenset(ResponsesRequest.__struct_fields__) & frozenset(ChatRequest.__struct_fields__) - {*_MADE}
 
 _MAX_IGNORED = 16  # that a header names
@@ -179,7 +192,8 @@ _OF_CONTENT = re.compile(r"messages\[(\d+)\]\.content(.*)", re.DOTALL)
 _OF_CALL = re.compile(r"messages\[(\d+)\]\.tool_calls\[(\d+)\]\.(?:function\.)?(\w+)")
 _OF_TOOL = re.compile(r"tools\[(\d+)\](?:\.function\b)?(.*)", re.DOTALL)
 _OF_FORMAT = re.compile(r"response_format(\.json_schema)?")
-_NAMES = {"max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+_NAMES = {"max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "logprobs": "include"}
+_NAMES |= {"reasoning_effort": "reasoning.effort"}
 
 
 @dataclasses.dataclass
@@ -245,13 +259,9 @@ def translated(request: ResponsesRequest, conversation: Conversation | None = No
         ApiError: the request asks for something that is not implemented, or an item lacks something.
     """
     check_supported(request, _UNSUPPORTED)
-    for name in request.include or []:
-        if name not in _INCLUDED:
-            text = f"{name!r} can't be included by this server; it can be {', '.join(_INCLUDED)}"
-            raise ApiError(400, text, code="unsupported_value", param="include")
     messages: list[ChatMessageParam] = []
     places: list[_Place] = []
-    ignored: list[str] = []
+    ignored = ["top_logprobs"] if request.top_logprobs and not request.includes_logprobs else []
     if request.instructions is not None:
         messages.append(ChatMessageParam("system", request.instructions))
         places.append(_Place("instructions"))
@@ -293,6 +303,8 @@ def _made_fields(request: ResponsesRequest, messages: list[ChatMessageParam], to
         "max_completion_tokens": request.max_output_tokens,
         "response_format": _response_format(request.text),
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+        "logprobs": request.includes_logprobs,
+        "top_logprobs": request.top_logprobs if request.includes_logprobs else None,
     }
 
 

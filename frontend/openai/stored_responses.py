@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Scope
@@ -27,6 +27,8 @@ __all__ = ["DeletedResponse", "StoredResponses", "account_of"]
 
 _LARGE_NBYTES = 64 << 10  # what is larger is copied and read on a thread
 _ANSWER, _CONVERSATION = "answer ", "conversation "
+
+_Result = TypeVar("_Result")
 
 _ITEMS = msgspec.json.Decoder(list[InputItem])
 
@@ -128,7 +130,8 @@ class StoredResponses:
     async def keep_answer(self, answer: ResponsesAnswer, account: bytes) -> None:
         """Keeps an answer that is complete, if its conversation is kept; it says so then."""
         if answer.store:
-            answer.store = await self._keep(account, f"{_ANSWER}{number_of(answer.id)}", lambda: msgspec.json.encode(answer))
+            name = f"{_ANSWER}{number_of(answer.id)}"
+            answer.store = await self._keep(account, name, lambda: msgspec.json.encode(answer), is_large=answer.has_logprobs)
 
     async def find(self, response_id: str, account: bytes) -> bytes:
         """Returns an answer, as JSON.
@@ -155,7 +158,7 @@ class StoredResponses:
         def listed(conversation: bytes) -> bytes:
             return msgspec.json.encode(list_items(_ITEMS.decode(conversation), number_of(response_id), page))
 
-        return await asyncio.to_thread(listed, content) if len(content) > _LARGE_NBYTES else listed(content)
+        return await _applied(listed, content)
 
     async def delete(self, response_id: str, account: bytes) -> DeletedResponse:
         """Forgets a response.
@@ -174,17 +177,17 @@ class StoredResponses:
         if conversation is None or answer is None:
             text = self._missing(f"response {response_id[:64]!r}")
             raise ApiError(400, text, code="previous_response_not_found", param="previous_response_id")
-        if len(conversation) > _LARGE_NBYTES:
-            items = await asyncio.to_thread(_ITEMS.decode, conversation)
-        else:
-            items = _ITEMS.decode(conversation)
-        return items + _OUTPUT.decode(answer).output
+
+        def decode(conversation: bytes) -> list[InputItem]:
+            return _ITEMS.decode(conversation) + _OUTPUT.decode(answer).output
+
+        return await _applied(decode, conversation, len(answer))
 
     async def _item(self, name: str, account: bytes, outputs: dict[str, list[InputItem]], param: str) -> InputItem:
         number = number_of(name)
         if number not in outputs:
             answer = self._find(account, name, _ANSWER)
-            outputs[number] = [] if answer is None else _OUTPUT.decode(answer).output
+            outputs[number] = [] if answer is None else (await _applied(_OUTPUT.decode, answer)).output
         for item in outputs[number]:
             if item.id == name:
                 return item
@@ -219,6 +222,13 @@ class StoredResponses:
     @staticmethod
     def _not_kept() -> str:
         return "this server keeps no responses (--response-lifetime 0)"
+
+
+async def _applied(function: Callable[[bytes], _Result], content: bytes, more_nbytes: int = 0) -> _Result:
+    """Returns what a function makes of a content and of so many bytes more; on a thread, if they are many."""
+    if len(content) + more_nbytes > _LARGE_NBYTES:
+        return await asyncio.to_thread(function, content)
+    return function(content)
 
 
 _INSTEAD = "set store to false, and send the whole conversation as input"
