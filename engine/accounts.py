@@ -8,9 +8,10 @@ step, and in the order in which an executor gets the requests of a step.
 An owner who comes begins with what the least of those who are there has, less a little credit: nobody saves up time by staying
 away, or pays for what others used before. Whoever leaves in debt finds it again, as long as others have less.
 
-An account is a book: no clock, no loop. The time is an argument of each call.
+An account is a book: no clock, no loop. Who charges accounts says first what time it is, once for all of them; so a charge is
+two additions.
 
-Invariant: an owner who has requests has an account; one without them has one only while it is above the least.
+Invariant: an owner who has requests has an account; of one without them a debt is known, while others have less.
 
 Source: start-time fair queueing (Goyal, Vin and Cheng, 1996), and the virtual token counter of Sheng et al., "Fairness in
 Serving Large Language Models" (2024), which counts tokens where seconds are measured here.
@@ -21,9 +22,9 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["NOW_S", "Accounts", "Caller"]
+__all__ = ["NOW_S", "Account", "Accounts", "Caller"]
 
 #: Seconds of steps that a newcomer may use before the others: it is answered at once, beside whoever was there before.
 _CREDIT_S = 0.1
@@ -59,6 +60,32 @@ class Caller:
     preparing: int
 
 
+class Account:
+    """The account of an owner who has requests.
+
+    Attributes:
+        owner: whose it is.
+        used: where it stands, in seconds of steps: the owner with less comes first.
+        requests: that wait or run.
+        waiting: of these, how many wait: for the scheduler.
+        open: answers that are being written: for the scheduler, too.
+        recent_s: seconds that people have not been told of so far.
+    """
+
+    __slots__ = ("open", "owner", "recent_s", "requests", "used", "waiting")
+
+    def __init__(self, owner: str, used: float) -> None:
+        self.owner = owner
+        self.used = used
+        self.requests = self.waiting = self.open = 0
+        self.recent_s = 0.0
+
+    def charge(self, seconds: float) -> None:
+        """Requests of the owner have taken so many seconds of a step, which has ended when :meth:`Accounts.turn` said."""
+        self.used += seconds
+        self.recent_s += seconds
+
+
 class _Recent:
     """What owners used in the last seconds, about: of two fixed windows, all of this one and a share of the one before."""
 
@@ -68,19 +95,18 @@ class _Recent:
         self._used: dict[str, float] = {}
         self._before: dict[str, float] = {}
 
-    def add(self, owner: str, seconds: float, now: float) -> None:
-        self._turn(now)
+    def add(self, owner: str, seconds: float) -> None:
         if owner in self._used or len(self._used) < _MAX_TOLD:
             self._used[owner] = self._used.get(owner, 0.0) + seconds
 
     def sums(self, now: float) -> dict[str, float]:
         """Returns the seconds of each owner."""
-        self._turn(now)
         share = 1 - now % self._window_s / self._window_s
         owners = self._used.keys() | self._before.keys()
         return {owner: self._used.get(owner, 0.0) + share * self._before.get(owner, 0.0) for owner in owners}
 
-    def _turn(self, now: float) -> None:
+    def turn(self, now: float) -> None:
+        """Begins another window, if it is time."""
         window = int(now // self._window_s)
         if window != self._window:
             self._used, self._before = {}, self._used if window == self._window + 1 else {}
@@ -91,46 +117,75 @@ class Accounts:
     """The accounts of an engine."""
 
     def __init__(self) -> None:
-        self._used: dict[str, float] = {}
-        self._requests: Counter[str] = Counter()  # by owner, those that wait or run
+        self._accounts: dict[str, Account] = {}  # of owners who have requests
+        self._debts: dict[str, float] = {}  # where others stood when they left
         self._now, self._minute, self._decoding = _Recent(NOW_S), _Recent(_MINUTE_S), _Recent(NOW_S)  # for people
+        self._turns_at = 0.0  # when the next of their windows begins
 
     def __len__(self) -> int:
         """How many owners have requests."""
-        return len(self._requests)
+        return len(self._accounts)
+
+    def __iter__(self) -> Iterator[Account]:
+        """Iterates over their accounts."""
+        return iter(self._accounts.values())
 
     def used(self, owner: str) -> float:
         """Returns where an owner stands: the one with less comes first."""
-        return self._used.get(owner, 0.0)
+        account = self._accounts.get(owner)
+        return self._debts.get(owner, 0.0) if account is None else account.used
 
-    def enter(self, owner: str) -> None:
-        """A request of an owner has come."""
-        is_new = owner not in self._requests
-        if is_new:
-            self._used[owner] = max(self._used.get(owner, 0.0), self._least() - _CREDIT_S)
-        self._requests[owner] += 1
-        if is_new and len(self._used) > len(self._requests) + _MAX_DEBTORS:
-            self._forgive()
+    def waiting(self, owner: str) -> int:
+        """Returns how many requests of an owner wait."""
+        account = self._accounts.get(owner)
+        return 0 if account is None else account.waiting
+
+    def enter(self, owner: str) -> Account:
+        """A request of an owner has come. Returns the owner's account, which is this one until its last request has ended."""
+        account = self._accounts.get(owner)
+        if account is None:
+            account = Account(owner, max(self._debts.pop(owner, 0.0), self._least() - _CREDIT_S))
+            self._accounts[owner] = account
+        account.requests += 1
+        return account
 
     def leave(self, owner: str) -> None:
         """A request of an owner has ended."""
-        self._requests[owner] -= 1
-        if not self._requests[owner]:
-            del self._requests[owner]
-        if not self._requests:  # nobody has waited for anybody
-            self._used.clear()
+        account = self._accounts[owner]
+        account.requests -= 1
+        if account.requests:
+            return
+        del self._accounts[owner]
+        self._tell(account)
+        if not self._accounts:  # nobody has waited for anybody
+            self._debts.clear()
+            return
+        self._debts[owner] = account.used
+        if len(self._debts) > _MAX_DEBTORS:
+            self._forgive()
+
+    def turn(self, now: float) -> None:
+        """What is charged from now on is charged at this time."""
+        if now < self._turns_at:
+            return
+        for account in self._accounts.values():
+            self._tell(account)
+        for recent in (self._now, self._minute, self._decoding):
+            recent.turn(now)
+        self._turns_at = now - now % NOW_S + NOW_S  # a minute begins with ten seconds
 
     def charge(self, owner: str, seconds: float, now: float) -> None:
-        """Requests of an owner have taken so many seconds of a step that has ended now."""
-        if owner in self._requests:
-            self._used[owner] += seconds
-        self._now.add(owner, seconds, now)
-        self._minute.add(owner, seconds, now)
+        """Requests of an owner, of which none may be left, have taken so many seconds."""
+        self.turn(now)
+        account = self._accounts.get(owner) or Account(owner, 0.0)
+        account.charge(seconds)
+        self._tell(account)
 
     def note_decoding(self, owner: str, seconds: float, now: float) -> None:
         """An owner had decoders of a frontend for so long. They are no part of steps, so the order of these is the same."""
         if seconds:
-            self._decoding.add(owner, seconds, now)
+            self.turn(now)
+            self._decoding.add(owner, seconds)
 
     def describe(
         self, now: float, preparing: Counter[str] | None = None, working_s: Iterable[Mapping[str, float]] = ()
@@ -143,12 +198,15 @@ class Accounts:
             preparing: by owner, the requests that are being prepared in frontends.
             working_s: by owner, seconds that work for it takes already, and that it has not been charged for.
         """
+        self.turn(now)
+        for account in self._accounts.values():
+            self._tell(account)
         preparing = preparing or Counter()
         seconds, minute, decoding = self._now.sums(now), self._minute.sums(now), self._decoding.sums(now)
         for each in working_s:
             for owner, taken_s in each.items():
                 seconds[owner] = seconds.get(owner, 0.0) + min(taken_s, NOW_S)
-        requests = self._requests + preparing
+        requests = preparing + Counter({owner: account.requests for owner, account in self._accounts.items()})
         most = [heapq.nlargest(_TOLD, used, key=used.__getitem__) for used in (seconds, minute, decoding)]
         owners = {owner for each in most for owner in each} | {owner for owner, _ in requests.most_common(_TOLD)}
         whole = sum(seconds.values()) + sum(decoding.values()) or 1.0
@@ -159,12 +217,18 @@ class Accounts:
             callers.append(Caller(owner, used_s, decoding_s, share, minute_s, requests[owner], preparing[owner]))
         return sorted(callers, key=lambda each: (-each.share, -each.minute_s, -each.requests, each.owner))
 
+    def _tell(self, account: Account) -> None:
+        """Counts for people what an account was charged."""
+        if seconds := account.recent_s:
+            account.recent_s = 0.0
+            self._now.add(account.owner, seconds)
+            self._minute.add(account.owner, seconds)
+
     def _forgive(self) -> None:
         """Forgets the debts of those who have gone, unless they are few and others have less."""
         least = self._least()
-        debtors = {owner: used for owner, used in self._used.items() if owner not in self._requests and used > least}
-        present = {owner: used for owner, used in self._used.items() if owner in self._requests}
-        self._used = present | (debtors if len(debtors) < _MAX_DEBTORS else {})
+        debts = {owner: used for owner, used in self._debts.items() if used > least}
+        self._debts = debts if len(debts) < _MAX_DEBTORS else {}
 
     def _least(self) -> float:
-        return min((self._used[owner] for owner in self._requests), default=0.0)
+        return min(account.used for account in self._accounts.values()) if self._accounts else 0.0

@@ -27,16 +27,16 @@ def checked(output: object, payload: EngineRequestPayload | None) -> StepOutput 
         return TypeError(f"the executor answered {type(output).__name__} where StepOutput or an exception is expected")
     if output.others and not all(isinstance(reply, GenerateReply) for reply in (output.reply, *output.others)):
         return TypeError("the executor has other replies beside none, or beside embeddings")
-    match output.reply:
-        case None:
+    reply = output.reply
+    if reply is None:
+        return output
+    if isinstance(reply, GenerateReply) and not isinstance(payload, EncodeRequest):
+        if isinstance(reply.text, str) and isinstance(reply.token_ids, list):
             return output
-        case GenerateReply(text=str(), token_ids=list()) if not isinstance(payload, EncodeRequest):
-            return output
-        case EncodeReply() if not isinstance(payload, GenerateRequest):
-            return _checked_embeddings(output, output.reply)
-        case GenerateReply() if not isinstance(payload, EncodeRequest):
-            return TypeError("the executor replied without text or token_ids")
-    return TypeError(f"the executor replied {type(output.reply).__name__} to {type(payload).__name__}")
+        return TypeError("the executor replied without text or token_ids")
+    if isinstance(reply, EncodeReply) and not isinstance(payload, GenerateRequest):
+        return _checked_embeddings(output, reply)
+    return TypeError(f"the executor replied {type(reply).__name__} to {type(payload).__name__}")
 
 
 def _checked_embeddings(output: StepOutput, reply: EncodeReply) -> StepOutput | Exception:

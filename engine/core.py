@@ -116,7 +116,8 @@ class EngineCore:
         self._busy: tuple[str, float] | None = None  # what the executor's thread is doing, and since when
         self._ended = False
         self._server = server
-        self._stepping: Set[EngineRequest] = frozenset()  # the requests of the last step
+        self._stepping: Sequence[EngineRequest] = ()  # the requests of the last step
+        self._concerned = _Concerned()
         self._draining = False
         self._paused = False
         self._giving_up = False  # paused, and running requests end at the next boundary
@@ -229,7 +230,6 @@ class EngineCore:
         if displaced is not None:
             self.metrics.refused_requests += 1
             displaced.fail(OverloadedError("the line is full, and most of it is yours; try again later"))
-        self.metrics.waiting_requests = self._scheduler.waiting
         claim.on_abort(lambda: self._given_up(request))
         if request.deadline is not None:
             remaining_s = request.deadline - time.monotonic()  # the loop's clock may be a cached one
@@ -263,10 +263,7 @@ class EngineCore:
             for request in admitted:
                 request.admitted_at = now
                 self.times.queue.add(now - request.arrived_at)
-        batch = self._scheduler.step()
-        self._stepping = frozenset(batch)
-        self.metrics.waiting_requests = self._scheduler.waiting
-        self.metrics.running_requests = self._scheduler.running
+        self._stepping = batch = self._scheduler.step()
         if self._paused:
             await self._tell_of_boundary()
         # A method may be called as soon as a pause has ended; it does not find requests that the pause has given up.
@@ -299,13 +296,26 @@ class EngineCore:
             self._scheduler.finish(request)
             self._to_forget[request.number] = request.claim.name
 
-    async def _step(self, batch: list[EngineRequest]) -> None:
-        names = [request.claim.name for request in batch]
+    async def _step(self, batch: Sequence[EngineRequest]) -> None:
+        """Executes a step; without requests, it only has the executor forget those that have ended."""
+        to_forget, self._to_forget = self._to_forget, {}
         step = [StepInput(request.number, request.payload, self._scheduler.begun(request)) for request in batch]
-        started, stopped_s = time.monotonic(), self._stopped_s
-        outputs = await self._execute(step, names)
-        now = time.monotonic()
-        self._charge(batch, outputs, now - started, self._stopped_s - stopped_s, now)
+        if batch:
+            self.metrics.steps += 1
+            self.metrics.step_requests += len(batch)
+        started, on_thread_s = time.monotonic(), self._on_thread_s
+        missed_s = self._lag.missed_s(started)
+        try:
+            outputs = await self._on_thread(_STEP, _execute, self._executor, to_forget, step, batch, self._concerned)
+        except ExecutorDeadError as error:
+            self.dead_error = error
+            raise
+        finally:
+            step.clear()  # if an error of this step is kept, so is this frame, which must not keep the payloads
+            now = time.monotonic()
+            stopped_s = self._count_step(now, now - started, self._on_thread_s - on_thread_s, missed_s, is_step=bool(batch))
+        if batch:
+            self._charge(batch, outputs, now - started, stopped_s, now)
         for request, checked_output in zip(batch, outputs, strict=True):
             output = request.counted(checked_output)
             if isinstance(output, Exception):
@@ -313,6 +323,32 @@ class EngineCore:
                 request.fail(output)
             else:
                 self._deliver(request, output, now)
+
+    def _count_step(self, now: float, seconds: float, on_thread_s: float, missed_s: float, *, is_step: bool) -> float:
+        """Counts a step that has ended, and notes what it was spent on.
+
+        Args:
+            now: the time.
+            seconds: that it took.
+            on_thread_s: of these, on the executor's thread.
+            missed_s: for how many seconds the process had not got to run before it.
+            is_step: whether it had requests.
+
+        Returns:
+            For how many seconds of it the process did not get to run.
+        """
+        self.metrics.step_seconds += seconds
+        if is_step:
+            self.times.step.add(seconds)
+            self._recent_steps_s.append(seconds)
+        if stopped_s := self._lag.missed_s(now) - missed_s:
+            stopped_s = min(seconds, stopped_s)
+            self._stopped_s += stopped_s
+        late_s = seconds - stopped_s - on_thread_s
+        if late_s > 0:
+            self._late_s += late_s
+        self._note_spending(now, self.metrics.step_seconds)
+        return stopped_s
 
     def _charge(
         self,
@@ -325,16 +361,20 @@ class EngineCore:
         """Charges the owners of requests what these took of a step: what is told, and an equal share of the rest. Nobody pays
         for time in which the engine did not run."""
         ran = 1 - stopped_s / seconds if stopped_s else 1.0
-        told = [output.seconds * ran if isinstance(output, StepOutput) else 0.0 for output in outputs]
-        silent = told.count(0.0)
-        share = max(0.0, seconds - stopped_s - sum(told)) / max(1, silent or len(told))
-        used: dict[str, float] = {}
-        for request, taken in zip(batch, told, strict=True):
-            taken += 0.0 if taken and silent else share
+        rest_s, silent = seconds - stopped_s, 0
+        for output in outputs:
+            if isinstance(output, StepOutput) and output.seconds:
+                rest_s -= output.seconds * ran
+            else:
+                silent += 1
+        share = rest_s / (silent or len(batch)) if rest_s > 0 else 0.0
+        self._scheduler.accounts.turn(now)
+        for request, output in zip(batch, outputs, strict=True):
+            taken = share
+            if isinstance(output, StepOutput) and output.seconds:
+                taken = output.seconds * ran + (0.0 if silent else share)
             request.seconds += taken
-            used[request.owner] = used.get(request.owner, 0.0) + taken
-        for owner, taken in used.items():
-            self._scheduler.accounts.charge(owner, taken, now)
+            request.account.charge(taken)
 
     def _deliver(self, request: EngineRequest, output: StepOutput, now: float) -> None:
         if not output.keep_inputs and not request.claim.released:
@@ -373,34 +413,13 @@ class EngineCore:
         if output.finished:
             self.metrics.prompt_tokens += reply.prompt_tokens
         if isinstance(reply, GenerateReply):
-            tokens = len(reply.token_ids) + sum(len(other.token_ids) for other in output.others)
+            tokens = len(reply.token_ids)
+            for other in output.others:
+                tokens += len(other.token_ids)
             request.tokens += tokens
             self.metrics.generated_tokens += tokens
             if output.finished:
                 self.times.decode.add(now - request.first_reply_at)
-
-    async def _execute(self, batch: list[StepInput], names: Sequence[str]) -> Sequence[StepOutput | Exception]:
-        to_forget, self._to_forget = self._to_forget, {}
-        started, on_thread_s, missed_s = time.monotonic(), self._on_thread_s, self._lag.missed_s()
-        is_step = bool(batch)
-        self.metrics.steps += is_step
-        self.metrics.step_requests += len(batch)
-        try:
-            return await self._on_thread(_STEP, _execute, self._executor, to_forget, batch, names)
-        except ExecutorDeadError as error:
-            self.dead_error = error
-            raise
-        finally:
-            batch.clear()  # if an error of this step is kept, so is this frame, which must not keep the payloads
-            seconds = time.monotonic() - started
-            self.metrics.step_seconds += seconds
-            if is_step:
-                self.times.step.add(seconds)
-                self._recent_steps_s.append(seconds)
-            stopped_s = min(seconds, self._lag.missed_s() - missed_s)
-            self._stopped_s += stopped_s
-            self._late_s += max(0.0, seconds - stopped_s - (self._on_thread_s - on_thread_s))
-            self._note_spending(started + seconds, self.metrics.step_seconds)
 
     async def _on_thread(self, what: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Calls on the executor's thread. Cancelled, it waits for the end first: the slots may be read until then."""
@@ -451,14 +470,15 @@ class EngineCore:
     def _describe(self) -> dict[str, Any]:
         """Returns what snapshots of the ring say of the engine."""
         description, busy, now = self._executor.describe(), self._busy, time.monotonic()
-        paused = sum(request not in self._stepping for request in self._scheduler)
+        stepping = frozenset(self._stepping)
+        paused = sum(request not in stepping for request in self._scheduler)
         stepped_s = self.metrics.step_seconds + (now - busy[1] if busy is not None and busy[0] == _STEP else 0.0)
         self._note_spending(now, stepped_s)
         lag_s, lag_ago_s = self._lag.longest()
         preparing = self._preparing.requests(now)
         working_s: Mapping[str, Mapping[str, float]] = getattr(self._executor, "working_s", dict)()
         callers = self._scheduler.accounts.describe(now, preparing, working_s.values())
-        waiting = being_prepared(self._stepping, self._executor)
+        waiting = being_prepared(stepping, self._executor)
         line = " ".join(filter(None, (self._line(), self._preparing.text(now), *texts_of(waiting))))
         spending = self._spending.describe(now, self._recent_steps_s, line, working_s)
         return {
@@ -480,7 +500,7 @@ class EngineCore:
             "spent_s": {part: round(seconds, 6) for part, seconds in self._spent_s().items()},
             "spending": spending | {"whose": whose(callers, waiting)},
             "callers": msgspec.to_builtins(callers),
-            "requests": describe_requests(self._scheduler, self._stepping, self._executor, now, is_paused=self._paused),
+            "requests": describe_requests(self._scheduler, stepping, self._executor, now, is_paused=self._paused),
             "line": dict(Counter(request.owner for request in self._scheduler.line()).most_common(_MAX_IN_LINE)),
             "generated_tokens": self.metrics.generated_tokens,
             "finished_requests": self.metrics.finished_requests,
@@ -496,7 +516,7 @@ class EngineCore:
         return f"{all_seats} taken and {waiting} request{' waits' if waiting == 1 else 's wait'} in line."
 
     def _note_spending(self, now: float, steps_s: float) -> None:
-        self._spending.note(now, steps_s, {**self._spent_s(), "late": self._late_s, "stopped": self._stopped_s})
+        self._spending.note(now, {**self._spent_s(), "steps": steps_s, "late": self._late_s, "stopped": self._stopped_s})
 
     def _spent_s(self) -> Mapping[str, float]:
         """Returns what steps were spent on so far, by part, if the executor says so."""
@@ -626,55 +646,72 @@ def _call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapp
         raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
+class _Concerned:
+    """Whom the executor's thread works for now, for lines of the log: its text is the names of these requests. (To set
+    :data:`~shmring.engine.logs.concerned` to such a text in each step would cost more than all else there is to say of it.)
+    """
+
+    def __init__(self) -> None:
+        self.requests: Sequence[EngineRequest] = ()
+        self.name = ""  # instead of theirs
+
+    def __str__(self) -> str:
+        names = [name for request in self.requests[:_MAX_NAMES] if (name := request.claim.name)] or [self.name]
+        more = [f"and {len(self.requests) - _MAX_NAMES} more"] if len(self.requests) > _MAX_NAMES else []
+        return ", ".join([*names, *more])
+
+
 def _execute(
-    executor: Executor, to_forget: Mapping[int, str], batch: list[StepInput], names: Sequence[str]
+    executor: Executor,
+    to_forget: Mapping[int, str],
+    step: list[StepInput],
+    batch: Sequence[EngineRequest],
+    concerned_here: _Concerned,
 ) -> Sequence[StepOutput | Exception]:
     """One step, on the executor's thread. Its errors have no frames, which would keep the batch's slots.
 
     Args:
         executor: computes.
         to_forget: the names of requests that have ended, by number.
-        batch: the step.
-        names: of its requests, for the log.
+        step: what it computes.
+        batch: the requests of the step, for the log.
+        concerned_here: says there for whom the thread works.
     """
-    for number, name in to_forget.items():
-        concerned.set(name)
-        try:
-            executor.forget(number)
-        except Exception:
-            logger.exception("the executor could not forget request %d", number)
+    if concerned.get() is not concerned_here:
+        concerned.set(concerned_here)  # once: the thread has no other work
     try:
-        return _execute_batch(executor, batch, names) if batch else []
+        for number, concerned_here.name in to_forget.items():
+            try:
+                executor.forget(number)
+            except Exception:
+                logger.exception("the executor could not forget request %d", number)
+        return _execute_batch(executor, step, batch, concerned_here) if step else []
     except ExecutorDeadError as error:
         reason = str(error)
     except BaseException as error:  # noqa: BLE001 - it ends the engine, with the reason
         logger.critical("the executor has died\n%s", traceback.format_exc())
         reason = f"{type(error).__name__}: {error}"
     finally:
-        concerned.set("")
+        concerned_here.requests, concerned_here.name = (), ""
     raise ExecutorDeadError(reason)
 
 
-def _execute_batch(executor: Executor, batch: list[StepInput], names: Sequence[str]) -> Sequence[StepOutput | Exception]:
-    concerned.set(_listed(names))
+def _execute_batch(
+    executor: Executor, step: list[StepInput], batch: Sequence[EngineRequest], concerned_here: _Concerned
+) -> Sequence[StepOutput | Exception]:
+    concerned_here.requests = batch
     try:
-        outputs = list(executor.execute(batch))
+        outputs = list(executor.execute(step))
     except ExecutorDeadError:
         raise
     except Exception as error:  # noqa: BLE001 - any error of an executor fails requests, and nothing else
-        logger.error("the executor failed a step of %d\n%s", len(batch), traceback.format_exc())
-        if len(batch) == 1:
+        logger.error("the executor failed a step of %d\n%s", len(step), traceback.format_exc())
+        if len(step) == 1:
             return [without_frames(error)]
         outputs = []
     else:
-        if len(outputs) != len(batch):
-            return [RuntimeError(f"the executor answered {len(outputs)} of {len(batch)} requests")] * len(batch)
-        return [checked(output, part.payload) for output, part in zip(outputs, batch, strict=True)]
-    return [output for part, name in zip(batch, names, strict=True) for output in _execute_batch(executor, [part], [name])]
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Returns the names of a step's requests, of which a line of the log can have only so many."""
-    named = [name for name in names[:_MAX_NAMES] if name]
-    more = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
-    return ", ".join([*named, *more])
+        if len(outputs) != len(step):
+            return [RuntimeError(f"the executor answered {len(outputs)} of {len(step)} requests")] * len(step)
+        return [checked(output, part.payload) for output, part in zip(outputs, step, strict=True)]
+    alone = zip(step, batch, strict=True)
+    return [output for part, request in alone for output in _execute_batch(executor, [part], [request], concerned_here)]

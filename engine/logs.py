@@ -66,8 +66,8 @@ ACCESS = "shmring.frontend.access"
 #: The name that lines of what is printed have, where they are JSON.
 OUTPUT = "shmring.output"
 
-#: The name of the request that the running code works for; of a step, the names of its requests. Empty: none.
-concerned: ContextVar[str] = ContextVar("concerned", default="")
+#: Its text is the name of the request that the running code works for; of a step, the names of its requests. Empty: none.
+concerned: ContextVar[object] = ContextVar("concerned", default="")
 
 _STDOUT_FD, _STDERR_FD = 1, 2
 _LAST_WORDS_S = 1.0  # for what a process that ends has written last; nobody may read it
@@ -324,7 +324,7 @@ class CollapsingHandler(logging.StreamHandler[TextIO | LineWriter]):
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record, or counts it. The caller holds the handler's lock."""
         if not hasattr(record, "request_id"):
-            record.request_id = concerned.get()
+            record.request_id = str(concerned.get())
         if not logging.DEBUG < record.levelno < logging.ERROR or record.name == ACCESS:
             super().emit(record)
             return

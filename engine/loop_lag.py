@@ -36,10 +36,9 @@ class LoopLag:
         seconds, at_s = max(self._longest, self._longest_before)
         return seconds, now_s - at_s
 
-    def missed_s(self) -> float:
+    def missed_s(self, now_s: float) -> float:
         """Returns for how many seconds so far the process did not get to run, though its loop was due: it was stopped, or the
         processors were busy with others."""
-        now_s = time.monotonic()
         if now_s - self._due_s >= _MISSED_S:
             used_s = time.process_time()
             self._missed_s += max(0.0, now_s - self._due_s - (used_s - self._used_s))
@@ -54,7 +53,7 @@ class LoopLag:
                 self._due_s = due_s = time.monotonic() + _LOOK_S
                 await asyncio.sleep(_LOOK_S)
                 now_s = time.monotonic()
-                self.missed_s()
+                self.missed_s(now_s)
                 self.note(now_s - due_s, now_s)
         finally:
             self._due_s = math.inf

@@ -21,6 +21,7 @@ from collections import deque
 from msgspec import UNSET
 
 import shmring
+from shmring.engine.accounts import Account
 from shmring.engine.executors.interface import StepOutput
 from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, MediumPart, Text, tensor_of
 from shmring.engine.tracing import RequestTrace, is_tracing
@@ -40,7 +41,7 @@ class EngineRequest:
     Attributes:
         number: unique in this engine's life; what executors know it by.
         claim: the ring's claim.
-        owner, priority, nbytes, num_seqs: for the scheduler; bytes are those of its tensors.
+        account, owner, priority, nbytes, num_seqs: for the scheduler; bytes are those of its tensors.
         arrived_at, admitted_at, first_reply_at: times of ``time.monotonic()``; 0: it is not so far.
         deadline: time of ``time.monotonic()`` after which it is given up, or None.
         is_tokenized: whether it only has a text tokenized, so that no token of its reply is a generated one.
@@ -51,6 +52,8 @@ class EngineRequest:
         prompt_tokens, tokens: of its prompt, and of its answers so far, as its executor has said.
         ended: whether it was answered, failed or timed out. An aborted one ends by itself (``claim.aborted``).
     """
+
+    account: Account
 
     def __init__(self, number: int, claim: shmring.Claim) -> None:
         payload: EncodeRequest | GenerateRequest = claim.payload
@@ -103,7 +106,7 @@ class EngineRequest:
             return output
         if isinstance(output.reply, EncodeReply):
             self._encoded += len(output.reply.embeddings)
-        if self._encoded > self._inputs or (output.finished and self._encoded < self._inputs):
+        if self._encoded != self._inputs and (self._encoded > self._inputs or output.finished):
             return RuntimeError(f"the executor's embeddings are {self._encoded}, where {self._inputs} are expected")
         return output
 

@@ -32,11 +32,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from shmring.engine.accounts import Accounts
+from shmring.engine.accounts import Account, Accounts
 from shmring.engine.overload import OverloadedError
 
 __all__ = ["Schedulable", "Scheduler", "SchedulerConfig"]
@@ -45,7 +46,13 @@ _LESS_URGENT = 8  # one of so many admissions goes to a request that is not amon
 
 
 class Schedulable(Protocol):
-    """What the scheduler needs of a request."""
+    """What the scheduler needs of a request.
+
+    Attributes:
+        account: of its owner. The scheduler sets it when it puts the request in line.
+    """
+
+    account: Account
 
     @property
     def priority(self) -> int:
@@ -61,6 +68,8 @@ class Schedulable(Protocol):
 
 
 _Request = TypeVar("_Request", bound=Schedulable)
+
+_used = operator.attrgetter("account.used")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,28 +98,31 @@ class _Line(Generic[_Request]):
     """The waiting requests of one priority: one queue for each owner. Owners who are equal are served in turn."""
 
     def __init__(self) -> None:
-        self.queues: OrderedDict[str, OrderedDict[_Request, None]] = OrderedDict()
+        self.queues: OrderedDict[Account, OrderedDict[_Request, None]] = OrderedDict()
 
-    def add(self, request: _Request, owner: str) -> None:
-        self.queues.setdefault(owner, OrderedDict())[request] = None
+    def add(self, request: _Request) -> None:
+        queue = self.queues.get(request.account)
+        if queue is None:
+            queue = self.queues[request.account] = OrderedDict()
+        queue[request] = None
 
-    def remove(self, request: _Request, owner: str) -> bool:
-        queue = self.queues.get(owner)
+    def remove(self, request: _Request) -> bool:
+        queue = self.queues.get(request.account)
         if queue is None or request not in queue:
             return False
         del queue[request]
         if not queue:
-            del self.queues[owner]
+            del self.queues[request.account]
         return True
 
-    def pop(self, owner: str) -> _Request:
+    def pop(self, account: Account) -> _Request:
         """Takes the first request of an owner, who goes behind those that are equal."""
-        queue = self.queues[owner]
+        queue = self.queues[account]
         request, _ = queue.popitem(last=False)
         if queue:
-            self.queues.move_to_end(owner)
+            self.queues.move_to_end(account)
         else:
-            del self.queues[owner]
+            del self.queues[account]
         return request
 
     def __iter__(self) -> Iterator[_Request]:
@@ -145,18 +157,16 @@ class Scheduler(Generic[_Request]):
         self.config = config
         self.accounts = Accounts()
         self._pauses = pauses
-        self._owners: dict[_Request, str] = {}  # of waiting and running requests
+        self._requests: dict[_Request, None] = {}  # those that wait and those that run, in the order in which they came
         self._lines: dict[int, _Line[_Request]] = {}  # by priority; only lines with requests
-        self._waiting: Counter[str] = Counter()  # requests, by owner
         self._running: OrderedDict[_Request, _Answers] = OrderedDict()  # those that were paused last come first
-        self._open: Counter[str] = Counter()  # answers that are being written, by owner
-        self._num_seqs = 0  # all of them
+        self._num_seqs = 0  # answers that are being written
         self._admissions = 0  # of requests
 
     @property
     def waiting(self) -> int:
         """How many requests wait."""
-        return len(self._owners) - len(self._running)
+        return len(self._requests) - len(self._running)
 
     @property
     def running(self) -> int:
@@ -174,18 +184,18 @@ class Scheduler(Generic[_Request]):
 
     def all(self) -> list[_Request]:
         """Returns running and waiting requests."""
-        return [*self._running, *(request for request in self._owners if request not in self._running)]
+        return [*self._running, *(request for request in self._requests if request not in self._running)]
 
     def line(self) -> list[_Request]:
         """Returns the waiting requests in the order in which they would be admitted if nothing else happened."""
-        ranks: Counter[str] = Counter()
+        ranks: Counter[Account] = Counter()
         places: list[tuple[tuple[int, int, float], _Request]] = []
         for priority in sorted(self._lines):
-            for owner, queue in self._lines[priority].queues.items():
+            for account, queue in self._lines[priority].queues.items():
                 for request in queue:
                     if request not in self._running:
-                        places.append(((priority, self._open[owner] + ranks[owner], self.accounts.used(owner)), request))
-                        ranks[owner] += 1
+                        places.append(((priority, account.open + ranks[account], account.used), request))
+                        ranks[account] += 1
         return [request for _, request in sorted(places, key=lambda place: place[0])]
 
     def add(self, request: _Request, owner: str = "") -> _Request | None:
@@ -210,27 +220,27 @@ class Scheduler(Generic[_Request]):
             if displaced is None:
                 raise OverloadedError(f"{self.waiting} requests are waiting in the engine, it takes no more; try again later")
             self.withdraw(displaced)
-        self._owners[request] = owner
+        request.account = self.accounts.enter(owner)
+        request.account.waiting += 1
+        self._requests[request] = None
         self._enter_line(request)
-        self._waiting[owner] += 1
-        self.accounts.enter(owner)
         return displaced
 
     def withdraw(self, request: _Request) -> bool:
         """Takes a waiting request out of the line. Returns whether it was there."""
-        if request in self._running or request not in self._owners:
+        if request in self._running or request not in self._requests:
             return False
         self._leave_line(request)
-        self._no_longer_waits(request)
+        request.account.waiting -= 1
         self._forget(request)
         return True
 
     def withdraw_all(self) -> list[_Request]:
         """Takes everything out of the line; returns the waiting requests."""
-        waiting = [request for request in self._owners if request not in self._running]
+        waiting = [request for request in self._requests if request not in self._running]
         self._lines.clear()
         for request in waiting:
-            self._no_longer_waits(request)
+            request.account.waiting -= 1
             self._forget(request)
         return waiting
 
@@ -258,7 +268,7 @@ class Scheduler(Generic[_Request]):
                 self._begin_another(request)
                 continue
             self._admissions += 1
-            self._no_longer_waits(request)
+            request.account.waiting -= 1
             self._running[request] = _Answers()
             self._count_open(request, 1)
             admitted.append(request)
@@ -279,17 +289,17 @@ class Scheduler(Generic[_Request]):
 
         A request with several answers takes a seat for each, and is not left out because there are fewer.
         """
-        by_owner: dict[str, list[_Request]] = {}
-        for request in self._running:
-            by_owner.setdefault(self._owners[request], []).append(request)
-        owners = sorted(by_owner, key=self.accounts.used)
+        requests = sorted(self._running, key=_used)
         if self._num_seqs <= self.config.max_num_seqs:
-            return [request for owner in owners for request in by_owner[owner]]
-        counts = self._share_seats([by_owner[owner] for owner in owners])
-        paused = [request for owner, count in zip(owners, counts, strict=True) for request in by_owner[owner][count:]]
-        for request in reversed(paused):
+            return requests
+        by_owner: dict[Account, list[_Request]] = {}
+        for request in requests:
+            by_owner.setdefault(request.account, []).append(request)
+        counts = self._share_seats(list(by_owner.values()))
+        shares = list(zip(by_owner.values(), counts, strict=True))
+        for request in reversed([request for mine, count in shares for request in mine[count:]]):
             self._running.move_to_end(request, last=False)
-        return [request for owner, count in zip(owners, counts, strict=True) for request in by_owner[owner][:count]]
+        return [request for mine, count in shares for request in mine[:count]]
 
     def end_answer(self, request: _Request) -> None:
         """An answer of a running request has ended. The request has not, before it is finished."""
@@ -324,38 +334,36 @@ class Scheduler(Generic[_Request]):
             self._enter_line(request)
 
     def _count_open(self, request: _Request, number: int) -> None:
-        owner = self._owners[request]
-        self._open[owner] += number
+        request.account.open += number
         self._num_seqs += number
-        if not self._open[owner]:
-            del self._open[owner]
-
-    def _no_longer_waits(self, request: _Request) -> None:
-        owner = self._owners[request]
-        self._waiting[owner] -= 1
-        if not self._waiting[owner]:
-            del self._waiting[owner]
 
     def _forget(self, request: _Request) -> None:
-        self.accounts.leave(self._owners.pop(request))
+        del self._requests[request]
+        self.accounts.leave(request.account.owner)
 
     def _enter_line(self, request: _Request) -> None:
-        self._lines.setdefault(request.priority, _Line()).add(request, self._owners[request])
+        line = self._lines.get(request.priority)
+        if line is None:
+            line = self._lines[request.priority] = _Line()
+        line.add(request)
 
     def _leave_line(self, request: _Request) -> None:
         """Takes a request out of the line, if it is there."""
         line = self._lines.get(request.priority)
-        if line is not None and line.remove(request, self._owners[request]):
+        if line is not None and line.remove(request):
             self._drop_if_empty(request.priority)
 
-    def _choose(self) -> tuple[int, str] | None:
+    def _choose(self) -> tuple[int, Account] | None:
         """Returns the priority and the owner of who is next; None: there is no room for any of them."""
-        if not self._lines:
+        if not self._lines or not (most := self._most_open()):
             return None
-        most, (first, *others) = self._most_open(), sorted(self._lines)
+        first, *others = sorted(self._lines)
         if others and self._admissions % _LESS_URGENT == _LESS_URGENT - 1 and (found := self._least_of(others, most)):
             return found
-        return next((found for priority in (first, *others) if (found := self._least_of([priority], most))), None)
+        for priority in (first, *others):
+            if (found := self._least_of((priority,), most)) is not None:
+                return found
+        return None
 
     def _most_open(self) -> float:
         """Returns how many answers an owner may have open, to have another one."""
@@ -365,27 +373,24 @@ class Scheduler(Generic[_Request]):
             return 0
         return max(1, self.config.max_num_seqs // len(self.accounts))
 
-    def _least_of(self, priorities: Iterable[int], most: float) -> tuple[int, str] | None:
-        candidates = [
-            (self._open[owner], self.accounts.used(owner), priority, owner)
-            for priority in priorities
-            for owner in self._lines[priority].queues
-            if self._open[owner] < most
-        ]
-        if not candidates:
-            return None
-        _, _, priority, owner = min(candidates, key=lambda candidate: candidate[:2])
-        return priority, owner
+    def _least_of(self, priorities: Iterable[int], most: float) -> tuple[int, Account] | None:
+        least: tuple[int, Account] | None = None
+        least_open, least_used = most, math.inf
+        for priority in priorities:
+            for account in self._lines[priority].queues:
+                if account.open < least_open or (account.open == least_open < most and account.used < least_used):
+                    least, least_open, least_used = (priority, account), account.open, account.used
+        return least
 
-    def _pop(self, priority: int, owner: str) -> _Request:
-        request = self._lines[priority].pop(owner)
+    def _pop(self, priority: int, account: Account) -> _Request:
+        request = self._lines[priority].pop(account)
         self._drop_if_empty(priority)
         return request
 
     def _last_of_the_most(self, owner: str) -> _Request | None:
         """Returns the last waiting request of the owner who has most; None: this one would have as many with a further one."""
-        greatest, count = self._waiting.most_common(1)[0]
-        if self._waiting[owner] + 1 >= count:
+        greatest = max(self.accounts, key=lambda account: account.waiting)
+        if self.accounts.waiting(owner) + 1 >= greatest.waiting:
             return None
         waiting = [request for priority in sorted(self._lines) for request in self._lines[priority].queues.get(greatest, ())]
         return next(request for request in reversed(waiting) if request not in self._running)

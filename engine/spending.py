@@ -51,22 +51,23 @@ class Spending:
 
     def __init__(self, now: float) -> None:
         self._began = now
-        self._noted: dict[str, float] = {}
+        self._noted: Mapping[str, float] = {}
+        self._until = 0  # the next second
         # For each of the last seconds in which something was noted: what had been spent before.
-        self._before: deque[tuple[int, dict[str, float]]] = deque(maxlen=NOW_S)
+        self._before: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=NOW_S)
 
-    def note(self, now: float, steps: float, parts: Mapping[str, float]) -> None:
+    def note(self, now: float, spent: Mapping[str, float]) -> None:
         """Notes what was spent so far.
 
         Args:
             now: the time, in seconds.
-            steps: seconds of all steps since the start.
-            parts: seconds by part, since the start.
+            spent: seconds since the start: of all ``steps``, and by part. It is not changed any more.
         """
-        second = int(now)
-        if not self._before or self._before[-1][0] != second:
+        if now >= self._until:
+            second = int(now)
             self._before.append((second, self._noted))
-        self._noted = {**parts, _STEPS: steps}
+            self._until = second + 1
+        self._noted = spent
 
     def describe(
         self, now: float, steps_s: Sequence[float], line: str = "", working_s: Mapping[str, Mapping[str, float]] | None = None

@@ -11,7 +11,8 @@ a few milliseconds, even with a large file. A long text that is no file is refus
 
 The scan only knows the grammar of strings; the decoder reports all other errors of a body. If strings are short, the scan takes
 longer than decoding. So in a body in which no text can be long, all commas and brackets are counted first, also those in
-strings, in a thirtieth of the time. As long as that many values would be accepted, there is no scan.
+strings, in a thirtieth of the time. As long as that many values would be accepted, there is no scan. In a body with fewer bytes
+than values are accepted, nothing is counted.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def is_cut(text: str) -> bool:
 
 def has_too_many_values(json: bytes) -> bool:
     """Whether a whole text of JSON has more values than a body may have."""
-    if _count_values(json) < MAX_VALUES:
+    if len(json) < MAX_VALUES or _count_values(json) < MAX_VALUES:
         return False
     outside, _, _ = _without_strings(json)
     return _count_values(outside) >= MAX_VALUES
@@ -84,8 +85,11 @@ class BodyScan:
             ApiError: 413, there are too many values, or a text is too long.
         """
         if self._unread is not None:
+            before = len(self._unread)
             self._unread += piece
-            self._at_most += _count_values(piece)
+            if len(self._unread) < MAX_VALUES:  # so it can't have more of them
+                return b""
+            self._at_most += _count_values(piece if before >= MAX_VALUES else self._unread)
             if len(self._unread) <= LONG_NBYTES and self._at_most <= MAX_VALUES:
                 return b""
             piece, self._unread = bytes(self._unread), None
@@ -168,7 +172,7 @@ def _without_strings(json: bytes) -> tuple[bytes, int, int]:
     return b"".join(parts[::2]), len(parts) // 2, end
 
 
-def _count_values(json: bytes) -> int:
+def _count_values(json: bytes | bytearray) -> int:
     """Returns how many values are behind commas, or the first in brackets or braces."""
     return sum(map(json.count, (b",", b"[", b"{")))
 

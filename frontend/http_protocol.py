@@ -52,7 +52,7 @@ from shmring.core.loggers import logger_of
 from shmring.frontend.cross_origin import HeadersFor
 from shmring.frontend.errors import ApiError
 from shmring.frontend.http_cycle import Cycle
-from shmring.frontend.parsing_turns import FEW_LINES, SLICE_NBYTES, Flow, ParsingTurns
+from shmring.frontend.parsing_turns import SLICE_NBYTES, Flow, ParsingTurns, has_few_lines
 
 __all__ = ["BoundedHttpProtocol"]
 
@@ -208,7 +208,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 if self._overhead_nbytes <= _DROPPED_NBYTES:
                     self.loop.call_later(_DROPPING_S, self._read_on)
             return
-        if self._unparsed is None and (len(data) <= self._left_nbytes or data.count(b"\n") <= FEW_LINES):
+        if self._unparsed is None and (len(data) <= self._left_nbytes or has_few_lines(data)):
             self._parse(data)
             return
         if self._unparsed is None:

@@ -135,7 +135,7 @@ class Answer:
         self.prompts = prompts
         self._first: GenerateReply | None = first
         self._last = first
-        self._tokens: dict[int, tuple[int, int]] = {}  # of the prompt and of the answer, by index
+        self._pieces: dict[int, GenerateReply] = {}  # the last one of each answer, by index
         self._others = others
         self._arrived_at = arrived_at
         self._first_at = first.first_at or time.monotonic()
@@ -170,7 +170,7 @@ class Answer:
         if (count := len(piece.token_ids) - without) > 0:
             self._statistics.inter_token.add((now - before) / count, count)
         self._last_at[piece.index] = now
-        self._tokens[piece.index] = piece.prompt_tokens, piece.completion_tokens
+        self._pieces[piece.index] = piece
 
     def _end(self) -> None:
         self._count_tokens()
@@ -184,16 +184,16 @@ class Answer:
     async def aclose(self) -> None:
         """Aborts the request, unless it has ended."""
         await self._others.aclose()
-        if self._tokens:
+        if self._pieces:
             self._count_tokens()
 
     def _count_tokens(self) -> None:
         """Counts them for the key, once; also if the caller hung up, as far as the engine has sent them."""
-        tokens, self._tokens = self._tokens, {}
+        pieces, self._pieces = self._pieces, {}
         if (usage := running_usage()) is None:
             return
-        of_prompts = {index * self.prompts // self.count: prompt_tokens for index, (prompt_tokens, _) in tokens.items()}
-        generated_tokens = sum(completion_tokens for _, completion_tokens in tokens.values())
+        of_prompts = {index * self.prompts // self.count: piece.prompt_tokens for index, piece in pieces.items()}
+        generated_tokens = sum(piece.completion_tokens for piece in pieces.values())
         usage.count_tokens(sum(of_prompts.values()), generated_tokens)
 
 

@@ -49,6 +49,8 @@ class StopTexts:
             The text that can be given out, and whether a stop text was found. The stop text and the rest are dropped, and no
             more text may be pushed.
         """
+        if not self._stops:
+            return text, False
         before, text = len(self._held), self._held + text
         matches = []
         for number, stop in enumerate(self._stops):

@@ -71,7 +71,7 @@ def test_debts_are_bounded_however_many_owners_come_and_go() -> None:
         accounts.enter(f"guest {number}")
         accounts.charge(f"guest {number}", 1.0, 0.0)
         accounts.leave(f"guest {number}")
-    assert len(accounts._used) <= module._MAX_DEBTORS + 2
+    assert len(accounts._debts) <= module._MAX_DEBTORS + 2
     assert accounts.used("stays") == 0.0
 
 

@@ -25,7 +25,8 @@ async def main(computes):
     lag = LoopLag()
     watching = asyncio.create_task(lag.watch())
     await asyncio.sleep(0.1)
-    before, began = lag.missed_s(), time.monotonic()
+    began = time.monotonic()
+    before = lag.missed_s(began)
     print("ready", flush=True)
     if computes:
         until = time.thread_time() + 0.4
@@ -33,7 +34,8 @@ async def main(computes):
             pass
     else:
         await asyncio.to_thread(sys.stdin.readline)
-    print(lag.missed_s() - before, time.monotonic() - began, flush=True)
+    now = time.monotonic()
+    print(lag.missed_s(now) - before, now - began, flush=True)
     watching.cancel()
 
 asyncio.run(main(sys.argv[1] == "computes"))

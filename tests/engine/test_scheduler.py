@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from shmring.engine.accounts import Account
 from shmring.engine.executors.interface import OverloadedError
 from shmring.engine.scheduler import Scheduler, SchedulerConfig
 from tests.tables import for_each
@@ -24,6 +25,7 @@ class Request:
     priority: int = 0
     nbytes: int = 1
     num_seqs: int = 1
+    account: Account = dataclasses.field(init=False)
 
 
 def admitted(config: SchedulerConfig, *requests: Request) -> list[str]:

@@ -220,7 +220,7 @@ async def test_the_deadline_is_of_all_of_it(
         assert events_of(response.text)[-1]["error"]["code"] == "request_timeout"
     else:
         assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
-    await eventually(lambda: engine.core.metrics.running_requests == 0)
+    await eventually(lambda: engine.core._scheduler.running == 0)
     assert engine.client.ring.statistics().in_flight == 0
 
 
@@ -264,9 +264,9 @@ async def test_hanging_up_ends_the_request_in_the_engine(
     )
     if stream:
         assert b"token2" in await reader.readuntil(b"token2")
-    await eventually(lambda: engine.core.metrics.running_requests == 1)
+    await eventually(lambda: engine.core._scheduler.running == 1)
     writer.close()
-    await eventually(lambda: engine.core.metrics.running_requests == 0)
+    await eventually(lambda: engine.core._scheduler.running == 0)
     await eventually(
         lambda: engine.client.ring.statistics().slots_in_use == 0 and not engine.client.ring.statistics().in_flight
     )
@@ -281,7 +281,7 @@ async def test_while_the_engine_is_paused_requests_wait(
     assert (await http.get("/ready")).status_code == 200
     await engine.client.pause_generation()
     request = asyncio.create_task(http.post("/v1/chat/completions", json=chat_of(PIXELS[0], max_tokens=2)))
-    await eventually(lambda: engine.core.metrics.waiting_requests == 1)
+    await eventually(lambda: engine.core._scheduler.waiting == 1)
     ready = await http.get("/ready")
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "paused")
     assert (await http.get("/health")).json()["engine"] == "paused"
@@ -295,7 +295,7 @@ async def test_pausing_gives_up_what_runs(open_core: Any, open_app: OpenApp, cha
     engine = await open_core({"step_s": 0.005})
     http = await open_app(engine)
     request = asyncio.create_task(http.post("/v1/chat/completions", json=chat_of(max_tokens=100_000)))
-    await eventually(lambda: engine.core.metrics.running_requests == 1)
+    await eventually(lambda: engine.core._scheduler.running == 1)
     await engine.client.pause_generation()
     response = await request
     assert (response.status_code, response.json()["error"]["code"]) == (503, "paused")
@@ -306,9 +306,9 @@ async def test_a_full_engine_is_a_503(open_core: Any, open_app: OpenApp, chat_of
     engine = await open_core({"step_s": 0.005}, scheduler_config=SchedulerConfig(max_num_seqs=1, max_waiting=1))
     http = await open_app(engine)
     running = asyncio.create_task(http.post("/v1/chat/completions", json=chat_of(max_tokens=100_000)))
-    await eventually(lambda: engine.core.metrics.running_requests == 1)
+    await eventually(lambda: engine.core._scheduler.running == 1)
     waiting = asyncio.create_task(http.post("/v1/chat/completions", json=chat_of(max_tokens=1)))
-    await eventually(lambda: engine.core.metrics.waiting_requests == 1)
+    await eventually(lambda: engine.core._scheduler.waiting == 1)
     response = await http.post("/v1/chat/completions", json=chat_of(max_tokens=1))
     assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
     for task in (running, waiting):

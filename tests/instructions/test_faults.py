@@ -28,7 +28,7 @@ FAULTS = (
         "engine/core.py",
         "        to_forget, self._to_forget = self._to_forget, {}\n",
         50,
-        "EngineCore._execute",
+        "EngineCore._step",
     ),
 )
 

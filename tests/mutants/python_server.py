@@ -9,7 +9,7 @@ FAULTS = (
         "engine/scheduler.py",
         (
             "an owner with many requests has all turns",
-            "            self.queues.move_to_end(owner)\n",
+            "            self.queues.move_to_end(account)\n",
             "            pass\n",
             "tests/engine/test_scheduler.py::test_owners_take_turns",
         ),
@@ -45,7 +45,7 @@ FAULTS = (
         ),
         (
             "who fills the line keeps all others out",
-            "        if self._waiting[owner] + 1 >= count:\n",
+            "        if self.accounts.waiting(owner) + 1 >= greatest.waiting:\n",
             "        if True:\n",
             "tests/engine/test_scheduler.py::test_of_a_full_line_whoever_has_most_loses_the_last_to_an_owner_who_has_fewer",
         ),
@@ -57,8 +57,8 @@ FAULTS = (
         ),
         (
             "who has the highest number is sooner",
-            "self._most_open(), sorted(self._lines)",
-            "self._most_open(), sorted(self._lines, reverse=True)",
+            "first, *others = sorted(self._lines)",
+            "first, *others = sorted(self._lines, reverse=True)",
             "tests/engine/test_scheduler.py::test_more_urgent_requests_go_first_whoever_sent_them",
         ),
         (
@@ -75,14 +75,14 @@ FAULTS = (
         ),
         (
             "what an owner has used counts for nothing in the line",
-            "(self._open[owner], self.accounts.used(owner), priority, owner)",
-            "(self._open[owner], 0.0, priority, owner)",
+            "(account.open == least_open < most and account.used < least_used)",
+            "False",
             "tests/engine/test_scheduler.py::test_who_has_used_least_comes_first_in_the_line_and_in_the_step",
         ),
         (
             "what an owner has used counts for nothing in the step",
-            "        owners = sorted(by_owner, key=self.accounts.used)\n",
-            "        owners = list(by_owner)\n",
+            "        requests = sorted(self._running, key=_used)\n",
+            "        requests = list(self._running)\n",
             "tests/engine/test_scheduler.py::test_who_has_used_least_comes_first_in_the_line_and_in_the_step",
         ),
         (
@@ -108,19 +108,19 @@ FAULTS = (
         ),
         (
             "who stays away saves up time",
-            "max(self._used.get(owner, 0.0), self._least() - _CREDIT_S)",
-            "self._used.get(owner, 0.0)",
+            "max(self._debts.pop(owner, 0.0), self._least() - _CREDIT_S)",
+            "self._debts.pop(owner, 0.0)",
             "tests/engine/test_accounts.py::test_a_newcomer_begins_a_little_below_the_least_and_saves_up_nothing",
         ),
         (
             "debts are forgotten by leaving",
-            "max(self._used.get(owner, 0.0), self._least() - _CREDIT_S)",
+            "max(self._debts.pop(owner, 0.0), self._least() - _CREDIT_S)",
             "self._least() - _CREDIT_S",
             "tests/engine/test_accounts.py::test_who_leaves_in_debt_finds_it_again_as_long_as_others_have_less",
         ),
         (
             "debts are kept of any number of owners",
-            "        if is_new and len(self._used) > len(self._requests) + _MAX_DEBTORS:\n",
+            "        if len(self._debts) > _MAX_DEBTORS:\n",
             "        if False:\n",
             "tests/engine/test_accounts.py::test_debts_are_bounded_however_many_owners_come_and_go",
         ),
@@ -129,8 +129,8 @@ FAULTS = (
         "engine/core.py",
         (
             "what a request is told to have taken is not charged",
-            "used[request.owner] = used.get(request.owner, 0.0) + taken",
-            "used[request.owner] = used.get(request.owner, 0.0) + share",
+            "            request.account.charge(taken)\n",
+            "            request.account.charge(share)\n",
             "tests/engine/test_core.py::test_what_requests_took_of_steps_is_charged_to_their_owners",
         ),
     ),
@@ -301,8 +301,8 @@ FAULTS = (
         ),
         (
             "embeddings that are missing are not noticed",
-            "or (output.finished and self._encoded < self._inputs)",
-            "",
+            " and (self._encoded > self._inputs or output.finished)",
+            " and self._encoded > self._inputs",
             "tests/engine/test_core.py::test_too_many_or_too_few_embeddings_fail_their_request",
         ),
         (
@@ -387,9 +387,9 @@ FAULTS = (
         ),
         (
             "one request of a step that fails fails all of it",
-            "    return [output for part, name in zip(batch, names, "
-            "strict=True) for output in _execute_batch(executor, [part], [name])]",
-            "    return [RuntimeError()] * len(batch)",
+            "    return [output for part, request in alone "
+            "for output in _execute_batch(executor, [part], [request], concerned_here)]",
+            "    return [RuntimeError()] * len(step)",
             "tests/engine/test_core.py::test_of_a_step_that_raises_only_the_requests_at_fault_fail",
         ),
         (
@@ -678,7 +678,7 @@ FAULTS = (
         "shmring/engine/core.py",
         (
             "an executor's error keeps the payloads of its step",
-            "            batch.clear()  # if an",
+            "            step.clear()  # if an",
             "            pass  # if an",
             "tests/engine/test_core.py::test_an_executor_that_dies_ends_the_engine_and_all_requests_get_the_reason",
         ),
