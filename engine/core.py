@@ -29,7 +29,7 @@ import shmring
 from shmring.core.loggers import logger_of
 from shmring.door import seconds_of
 from shmring.engine.answers import checked, without_frames
-from shmring.engine.described_requests import being_prepared, describe_requests, texts_of
+from shmring.engine.described_requests import being_prepared, describe_ended, describe_requests, texts_of
 from shmring.engine.executor_thread import ExecutorThread
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, OverloadedError, StepInput, StepOutput
 from shmring.engine.logs import concerned
@@ -39,7 +39,7 @@ from shmring.engine.operator_aborts import OperatorAborts
 from shmring.engine.preparing_reports import PreparingReports
 from shmring.engine.profiling import StepProfiler
 from shmring.engine.protocol import Calls, EncodeReply, EngineRequestPayload, GenerateReply, PreparingReport
-from shmring.engine.request import EngineRequest, check_payload
+from shmring.engine.request import EndedRequest, EngineRequest, check_payload
 from shmring.engine.scheduler import Scheduler, SchedulerConfig
 from shmring.engine.spending import Spending, whose
 
@@ -51,6 +51,7 @@ _Result = TypeVar("_Result")
 
 _FORGETTING_S = 0.005  # after the last step; under load, the next one comes sooner
 _RECENT_STEPS = 120  # whose times a snapshot has: some seconds of decoding
+_ENDED_LATELY = 512  # requests that are remembered: a quarter of a megabyte, and some seconds of many callers with short ones
 _MAX_NAMES = 8  # of requests, in a line of the log
 _MAX_IN_LINE = 5  # callers in line that a snapshot names
 _STEP = "a step"  # what the executor's thread is busy with
@@ -124,6 +125,7 @@ class EngineCore:
         self._work = asyncio.Event()  # there may be work
         self._boundary = asyncio.Condition()  # of who waits for a pause: notified between two steps, and when the pause ends
         self._ring: shmring.Ring | None = None
+        self._ended_lately: deque[EndedRequest] = deque(maxlen=_ENDED_LATELY)
         self._recent_steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._spending = Spending(time.monotonic())
         self._on_thread_s = 0.0  # of the executor's thread
@@ -221,7 +223,7 @@ class EngineCore:
     def _take(self, claim: shmring.Claim) -> None:
         try:
             check_payload(claim.payload)
-            request = EngineRequest(next(self._numbers), claim)
+            request = EngineRequest(next(self._numbers), claim, self._ended_lately)
             displaced = self._scheduler.add(request, request.owner)
         except (ValueError, OverloadedError) as error:
             self.metrics.refused_requests += 1
@@ -501,6 +503,7 @@ class EngineCore:
             "spending": spending | {"whose": whose(callers, waiting)},
             "callers": msgspec.to_builtins(callers),
             "requests": describe_requests(self._scheduler, stepping, self._executor, now, is_paused=self._paused),
+            "ended": describe_ended(self._ended_lately, now),
             "line": dict(Counter(request.owner for request in self._scheduler.line()).most_common(_MAX_IN_LINE)),
             "generated_tokens": self.metrics.generated_tokens,
             "finished_requests": self.metrics.finished_requests,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from typing import NamedTuple
 
 from msgspec import UNSET
 
@@ -26,7 +27,7 @@ from shmring.engine.executors.interface import StepOutput
 from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, MediumPart, Text, tensor_of
 from shmring.engine.tracing import RequestTrace, is_tracing
 
-__all__ = ["EngineRequest", "check_payload"]
+__all__ = ["EndedRequest", "EngineRequest", "check_payload"]
 
 _MAX_INT64 = (1 << 63) - 1
 _PIECE_LENGTH = 4096  # tokens or characters from which pieces are joined no further: their message must fit a frame
@@ -35,8 +36,33 @@ _FIRST_S = 0.1  # after which the first one of such an answer is sent, unless it
 _PIECE_LOGPROBS = 64  # the same of tokens that are described, each with up to 20 others
 
 
+class EndedRequest(NamedTuple):
+    """What is known of a request that has ended, for people.
+
+    Attributes:
+        at: when it ended, in time of ``time.monotonic()``.
+        error: the type of what it failed with, or "aborted"; empty: it was answered.
+        age_s: from its arrival to its end, in seconds.
+        name, owner, prompt_tokens, tokens, seconds: as of :class:`EngineRequest`.
+    """
+
+    at: float
+    error: str
+    age_s: float
+    name: str
+    owner: str
+    prompt_tokens: int
+    tokens: int
+    seconds: float
+
+
 class EngineRequest:
     """A claimed request.
+
+    Args:
+        number: see below.
+        claim: see below.
+        ended_lately: where it is noted when it ends.
 
     Attributes:
         number: unique in this engine's life; what executors know it by.
@@ -55,10 +81,11 @@ class EngineRequest:
 
     account: Account
 
-    def __init__(self, number: int, claim: shmring.Claim) -> None:
+    def __init__(self, number: int, claim: shmring.Claim, ended_lately: deque[EndedRequest]) -> None:
         payload: EncodeRequest | GenerateRequest = claim.payload
         self.number = number
         self.claim = claim
+        self._ended_lately = ended_lately
         self.arrived_at = time.monotonic()
         self.admitted_at = 0.0
         self.first_reply_at = 0.0
@@ -223,6 +250,12 @@ class EngineRequest:
             self.claim.done()
 
     def _end(self, error: str = "") -> None:
+        if not self.ended:
+            now, claim = time.monotonic(), self.claim
+            age_s, tokens = now - self.arrived_at, self.tokens
+            self._ended_lately.append(
+                EndedRequest(now, error, age_s, claim.name, self.owner, self.prompt_tokens, tokens, self.seconds)
+            )
         self.ended = True
         trace, self._trace = self._trace, None
         if trace is not None:

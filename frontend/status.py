@@ -132,6 +132,7 @@ def _seen_by(caller: str, snapshot: RingSnapshot | dict[str, Any]) -> RingSnapsh
         return snapshot
     program = dict(snapshot.program)
     program["requests"] = [request for request in program.get("requests", ()) if request["owner"] == caller]
+    program["ended"] = [request for request in program.get("ended", ()) if request["owner"] == caller]
     program["callers"] = [each for each in program.get("callers", ()) if each["owner"] == caller]
     program["line"] = {owner: count for owner, count in program.get("line", {}).items() if owner == caller}
     program["seen_by"] = caller

@@ -157,7 +157,8 @@ class RingSnapshot(msgspec.Struct, frozen=True, kw_only=True):
             ``owner``, ``seconds`` and ``share`` in the last ten seconds, ``minute_s`` and ``requests``) and ``requests``, some
             of each caller: each has its ``client_id`` and ``number`` as in the list above, its ``name``, its ``owner``, its
             ``state`` (``running``, ``paused`` or ``waiting``), its ``place`` in line, ``why`` it waits, ``age_s``,
-            ``prompt_tokens``, ``tokens`` so far, and ``seconds`` that it took of steps.
+            ``prompt_tokens``, ``tokens`` so far, and ``seconds`` that it took of steps. ``ended``, some of each caller's that
+            have ended lately: ``ago_s``, its ``name`` and ``owner``, how it came to its ``end``, and the same numbers.
             ``loop_lag_s``: how late its loop was at most lately.
     """
 

@@ -219,11 +219,19 @@ function drawRequests(owner) {
     rows, program.seen_by ? rows.length : Math.max(all + others.length, rows.length), "none");
 }
 
+function drawEnded(ended) {
+  $("ended-section").hidden = !ended;
+  if (!ended) return;
+  table("ended", [["ago", "number"], ["request", "text"], ["how it ended"], ["caller", "text"], ["time", "number"], ["prompt tokens", "number"], ["tokens", "number"], ["seconds of steps", "number"]],
+    ended.map(r => [[seconds(r.ago_s), r.name || "unnamed", r.end, r.owner, taken(r.age_s), r.prompt_tokens || "", r.tokens || "", taken(r.seconds)], false]), ended.length, "none");
+}
+
 function drawTables() {
   const s = shown, owner = id => { const client = s.clients.find(each => each.client_id === id); return client ? `client ${id} (pid ${client.pid})` : `client ${id}`; };
   drawSpending(s.program.spending);
   drawCallers(s.program.callers);
   drawRequests(owner);
+  drawEnded(s.program.ended);
   table("draining", [["age", "number"], ["request", "text"], ["frontend"], ["generation", "number"], ["memory", "number"]],
     s.draining.slice(0, 20).map(r => [[seconds(r.age_s), r.request || "unknown", owner(r.client_id), r.generation, bytes(r.nbytes)], r.age_s > OLD_S]), s.draining_count, "none");
   $("draining-section").hidden = !s.draining_count;

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ import shmring
 from shmring.engine import described_requests
 from shmring.engine.client import EngineClient
 from shmring.engine.core import EngineCore
+from shmring.engine.described_requests import describe_ended
 from shmring.engine.executors.interface import ExecutorDeadError, StepInput, StepOutput
 from shmring.engine.logs import concerned
 from shmring.engine.protocol import (
@@ -37,6 +39,7 @@ from shmring.engine.protocol import (
     SamplingParams,
     Text,
 )
+from shmring.engine.request import EndedRequest
 from shmring.engine.scheduler import SchedulerConfig
 from tests.engine.counting import Counter
 
@@ -428,6 +431,54 @@ async def test_a_snapshot_says_of_requests_whose_they_are_what_they_took_and_whe
         async for _ in stream:
             pass
         await asyncio.gather(*waiting)
+
+
+async def test_a_snapshot_tells_how_requests_have_ended_lately(socket_dir: Path) -> None:
+    counting = Counting()
+
+    def compute(batch: Sequence[StepInput]) -> list[Output]:
+        secret = ValueError("what a caller has written")
+        return [secret if isinstance(part.payload, EncodeRequest) else counting.advance(part) for part in batch]
+
+    gate = Gate(compute)
+    async with engine_and_client(gate, socket_dir, max_num_seqs=1) as (core, client):
+        answers = [asyncio.create_task(generate(client, question(2, owner="a"), request_id="answered"))]
+        await until(lambda: core._scheduler.running)
+        left = asyncio.create_task(encode(client, request_of(1, owner="b"), request_id="left\x1b"))
+        await until(lambda: core._scheduler.waiting == 1)
+        left.cancel()
+        await until(lambda: not core._scheduler.waiting)
+        with pytest.raises(TimeoutError):
+            await encode(client, request_of(1, owner="c", deadline=time.monotonic()), request_id="late")
+        operators = asyncio.create_task(encode(client, request_of(1, owner="c"), request_id="operator's"))
+        await until(lambda: core._scheduler.waiting == 1)
+        await client.abort_requests(["operator's"])
+        answers.append(operators)
+        gate.let()
+        await asyncio.gather(*answers, return_exceptions=True)
+        with pytest.raises(shmring.RemoteError):
+            await encode(client, request_of(1, owner="c"), request_id="wrong")
+        ended = (await client.inspect("core")).program["ended"]
+        assert [(each["name"], each["owner"], each["end"], each["tokens"]) for each in ended] == [
+            ("wrong", "c", "failed: ValueError", 0),
+            ("answered", "a", "answered", 2),
+            ("operator's", "c", "ended by an operator", 0),
+            ("late", "c", "out of time", 0),
+            ("left\\x1b", "b", "left by its caller", 0),
+        ]
+        answered = ended[1]
+        assert 0 < answered["seconds"] <= answered["age_s"] + 1e-6
+        assert answered["prompt_tokens"] > 0
+        assert 0 <= answered["ago_s"] < 20
+
+
+def test_of_many_that_have_ended_the_last_of_each_caller_are_told_of_and_so_many_are_kept() -> None:
+    ended = deque[EndedRequest](maxlen=described_requests._MOST_ENDED * 2)
+    for number in range(described_requests._MOST_ENDED * 3):
+        ended.append(EndedRequest(float(number), "", 1.0, f"{number}", "quiet" if number == 40 else "busy", 1, 1, 0.5))
+    told = describe_ended(ended, 100.0)
+    assert [each["name"] for each in told] == [*(f"{number}" for number in range(95, 64, -1)), "40"]
+    assert told[0]["ago_s"] == 5.0
 
 
 async def test_an_executor_is_told_whose_a_request_without_an_owner_is(socket_dir: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -63,7 +64,7 @@ async def ask(ring: shmring.Ring, connect: Any) -> AsyncIterator[Any]:
     async def ask_one(payload: Any = None, reply_type: Any = EncodeReply) -> Exchange:
         exchange = Exchange(await connect())
         exchange.task = asyncio.create_task(exchange.read(payload or EncodeRequest([PICTURE]), reply_type))
-        exchange.request = EngineRequest(1, await ring.claim())
+        exchange.request = EngineRequest(1, await ring.claim(), deque())
         exchanges.append(exchange)
         return exchange
 

@@ -81,7 +81,13 @@ async def test_callers_see_their_own_requests_and_operators_all(
 
     def describe() -> dict[str, Any]:
         callers = [{"owner": name, "seconds": 1.0} for name in ("alice", "bob")]
-        return {"requests": claimed, "callers": callers, "spending": {"whose": "bob"}, "line": {"alice": 2, "bob": 1}}
+        return {
+            "requests": claimed,
+            "ended": callers,
+            "callers": callers,
+            "spending": {"whose": "bob"},
+            "line": {"alice": 2, "bob": 1},
+        }
 
     engine.ring.add_to_snapshots(describe)
     owners = tuple(KeyOwner(name=name, keys=(f"{name}'s",)) for name in ("alice", "bob"))
@@ -105,14 +111,15 @@ async def test_callers_see_their_own_requests_and_operators_all(
         (snapshots,) = await lines_of(url, 1, key)
         (snapshot,) = snapshots.values()
         program = snapshot["program"]
-        owners_of = [{each["owner"] for each in part} for part in (program["requests"], program["callers"])]
+        owners_of = [{each["owner"] for each in part} for part in map(program.get, ("requests", "callers", "ended"))]
         told = (program["spending"]["whose"], program.get("seen_by"), program["line"])
         seen[key] = (*owners_of, {each["number"] for each in snapshot["requests"]}, *told)
     alone = {"alice"}
-    assert seen["alice's"] == (alone, alone, {numbers["alice"]}, "", "alice", {"alice": 2}), (
+    assert seen["alice's"] == (alone, alone, alone, {numbers["alice"]}, "", "alice", {"alice": 2}), (
         "also where another caller's has the same name"
     )
     assert seen["operator's"] == (
+        {"alice", "bob"},
         {"alice", "bob"},
         {"alice", "bob"},
         set(numbers.values()),

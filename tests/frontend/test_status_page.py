@@ -125,6 +125,9 @@ async def test_who_costs_most_what_takes_the_time_and_where_requests_stand(
     url = await open_server(engine, api_keys=("a<b>lice's", "bob's"), admin_keys=("operator's",), key_owners=owners)
     asked = []
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_MS) as http:
+        headers = {"authorization": "Bearer a<b>lice's", "x-request-id": "<u>short"}
+        body = {"model": "shmring-synthetic", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        assert (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code == 200
         for count, (owner, name) in enumerate((("a<b>lice", "first"), ("a<b>lice", "<i>second"), ("bob", "third")), 1):
             headers = {"authorization": f"Bearer {owner}'s", "x-request-id": name}
             body = {"model": "shmring-synthetic", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -159,14 +162,14 @@ async def test_who_costs_most_what_takes_the_time_and_where_requests_stand(
             _, *callers = await rows_of(page, "callers")
             assert [(row[0], row[5]) for row in callers] == [("a<b>lice", "2"), ("bob", "1")]
             assert all(re.fullmatch(r"[0-9.]+ s", row[1]) and re.fullmatch(r"[0-9.]+ %", row[3]) for row in callers)
+            _, *ended = await rows_of(page, "ended")
+            assert [row[1:4] for row in ended] == [["<u>short", "answered", "a<b>lice"]]
+            assert re.fullmatch(r"[0-9.]+ s", ended[0][4])
+            assert ended[0][6] == "2"
             assert "Choosing tokens takes" in await page.locator("#cause").text_content()
             _, *parts = await rows_of(page, "spending")
             told = [row[1] for row in parts]
-            assert [what for what in told if what in ("choosing tokens", "other work of steps", "no step ran")] == [
-                "choosing tokens",
-                "other work of steps",
-                "no step ran",
-            ]
+            assert [what for what in told if what in ("choosing tokens", "no step ran")] == ["choosing tokens", "no step ran"]
             assert await page.locator("th:not([scope])").count() == 0
             assert await page.evaluate("document.documentElement.scrollWidth") == viewport["width"], (
                 "nothing runs over the edge"
@@ -181,6 +184,7 @@ async def test_who_costs_most_what_takes_the_time_and_where_requests_stand(
         assert [(row[0], row[4]) for row in rows] == [("third", "bob")]
         _, *callers = await rows_of(page, "callers")
         assert [row[0] for row in callers] == ["bob"]
+        assert await rows_of(page, "ended") == [["none"]], "those of others are not his"
         for task in asked:
             task.cancel()
         await asyncio.wait(asked)
