@@ -305,8 +305,11 @@ def check_payload(payload: EncodeRequest | GenerateRequest) -> None:
     """Checks what no executor should have to.
 
     Raises:
-        ValueError: a message names a medium that the request does not have, or its answers may have too many logprobs.
+        ValueError: there is nothing to encode; or a message names a medium that the request does not have, or its answers may
+            have too many logprobs.
     """
+    if isinstance(payload, EncodeRequest) and not payload.inputs:
+        raise ValueError("a request to encode has at least one input")
     if isinstance(payload, GenerateRequest):
         payload.sampling.max_described_tokens()
         for position, message in enumerate(payload.messages):

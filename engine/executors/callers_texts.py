@@ -291,9 +291,6 @@ def _find_variables(template: Any, tokenizer: Any, processor: Any | None) -> fro
 def _media_in_order(request: GenerateRequest) -> list[Medium]:
     media = request.media
     places = [part.index for message in request.messages for part in message.parts if isinstance(part, MediumPart)]
-    wrong = next((place for place in places if not 0 <= place < len(media)), None)
-    if wrong is not None:
-        raise ValueError(f"a message names medium {wrong}, and there are {len(media)}")
     if sorted(places) != list(range(len(media))):
         raise ValueError(f"each of the {len(media)} media has one place in the messages, got places {places}")
     return [media[place] for place in places]

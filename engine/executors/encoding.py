@@ -100,7 +100,7 @@ class EncodingLine:
         self._report = report
         self._together = together
         self._slice_s = slice_s
-        self._progress: dict[int, _Progress] = {}  # in order of arrival
+        self._progress: dict[int, _Progress] = {}
         self._large_at = 0.0  # when one that is not small had its last turn
 
     def execute(self, requests: Mapping[int, EncodeRequest]) -> dict[int, StepOutput | Exception]:
@@ -114,23 +114,17 @@ class EncodingLine:
         if all(progress.is_small for progress in self._progress.values()):
             self._large_at = now  # the first of those that come now waits no longer than the others did
         for number, request in requests.items():
-            if not request.inputs:
-                outputs[number] = ValueError("a request to encode has at least one input")
-            elif number not in self._progress:
+            if number not in self._progress:
                 self._progress[number] = _Progress(self._is_small(request))
-        mine = [(number, self._progress[number]) for number in requests if number in self._progress]
+        mine = [(number, self._progress[number]) for number in requests]
         before_s = {number: progress.seconds for number, progress in mine}
         small = deque(number for number, progress in mine if progress.is_small)
         owner = next((requests[number].owner for number, progress in mine if not progress.is_small), "")
         large = [self._place(number, owner, requests) for number, progress in mine if not progress.is_small]
         heapq.heapify(large)
         ends_early = bool(small) and now - self._large_at < _STARVING_S
-        has_begun = False
         end = now + self._slice_s
-        while (small or large) and (now < end or not has_begun):
-            if ends_early and not small:
-                break
-            has_begun = True
+        while small or (large and not ends_early):
             turn = self._next_turn(small, large, requests, now)
             offered = [item for number, items in turn for item in items]
             results = self._encode_first(turn[0][0], offered)
@@ -143,10 +137,9 @@ class EncodingLine:
                     small.appendleft(number)
                 else:
                     heapq.heappush(large, self._place(number, owner, requests))
-            if 0 < len(results) < len(offered):
+            if 0 < len(results) < len(offered) or now >= end:
                 break
-        taken_s = {number: progress.seconds - before_s[number] for number, progress in mine}
-        return {number: priced(output, taken_s.get(number, 0.0)) for number, output in outputs.items()}
+        return {number: priced(outputs[number], progress.seconds - before_s[number]) for number, progress in mine}
 
     def _place(self, number: int, owner: str, requests: Mapping[int, EncodeRequest]) -> tuple[bool, float, int]:
         """Where a large request stands in line; those of the owner come first."""

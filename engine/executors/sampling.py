@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -47,9 +47,20 @@ _SEED_MODULUS = 1 << 64
 # OpenAI's API takes so many biases, of -100 to 100.
 _MAX_BIASES = 300
 _MAX_BIAS = 100
-_MAX_PENALTY = 2
-_MAX_LOGPROBS = 20
 _MAX_STOP_TOKENS = 128
+
+#: What numbers of a request must be, unless they are left out.
+_RULES: Sequence[tuple[str, Callable[[float], bool], str]] = (
+    ("temperature", lambda value: 0 <= value < math.inf, "a number from 0"),
+    ("top_p", lambda value: 0 < value <= 1, "more than 0 and at most 1"),
+    ("top_k", lambda value: value >= -1, "at least 1, or 0 or -1 for all tokens"),
+    ("min_p", lambda value: 0 <= value <= 1, "from 0 to 1"),
+    ("presence_penalty", lambda value: -2 <= value <= 2, "from -2 to 2"),
+    ("frequency_penalty", lambda value: -2 <= value <= 2, "from -2 to 2"),
+    ("logprobs", lambda value: 0 <= value <= 20, "from 0 to 20"),
+    ("max_tokens", lambda value: value >= 1, "at least 1"),
+    ("repetition_penalty", lambda value: 0 < value < math.inf, "more than 0"),
+)
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; vLLM says the same
 
@@ -390,27 +401,13 @@ def longest_answer(params: SamplingParams, prompt_tokens: int, max_model_len: in
 
 def check_sampling(params: SamplingParams) -> None:
     """Raises ValueError if a parameter makes no sense."""
-    if not 0 <= params.temperature < math.inf:
-        raise ValueError(f"temperature must be a number from 0, got {params.temperature}")
-    if not 0 < params.top_p <= 1:
-        raise ValueError(f"top_p must be more than 0 and at most 1, got {params.top_p}")
-    if params.top_k < -1:
-        raise ValueError(f"top_k must be at least 1, or 0 or -1 for all tokens, got {params.top_k}")
-    if not 0 <= params.min_p <= 1:
-        raise ValueError(f"min_p must be from 0 to 1, got {params.min_p}")
-    for name in ("presence_penalty", "frequency_penalty"):
-        if not -_MAX_PENALTY <= getattr(params, name) <= _MAX_PENALTY:
-            raise ValueError(f"{name} must be from -2 to 2, got {getattr(params, name)}")
-    if params.logprobs is not None and not 0 <= params.logprobs <= _MAX_LOGPROBS:
-        raise ValueError(f"logprobs must be from 0 to {_MAX_LOGPROBS}, got {params.logprobs}")
-    if params.max_tokens is not None and params.max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {params.max_tokens}")
+    for name, is_right, rule in _RULES:
+        if (value := getattr(params, name)) is not None and not is_right(value):
+            raise ValueError(f"{name} must be {rule}, got {value}")
     if params.min_tokens < 0 or (params.max_tokens is not None and params.min_tokens > params.max_tokens):
         raise ValueError(f"min_tokens must be from 0 to max_tokens, got {params.min_tokens}")
     if params.min_tokens and params.structured_outputs is not None:
         raise ValueError("min_tokens can't be asked for together with a form of the answer, which says when it ends")
-    if not 0 < params.repetition_penalty < math.inf:
-        raise ValueError(f"repetition_penalty must be more than 0, got {params.repetition_penalty}")
     if len(params.stop_token_ids) > _MAX_STOP_TOKENS:
         raise ValueError(f"stop_token_ids names {len(params.stop_token_ids)} tokens, at most {_MAX_STOP_TOKENS} are taken")
     if len(params.logit_bias) > _MAX_BIASES:

@@ -176,7 +176,7 @@ class SyntheticExecutor:
     def _embed(self, request: EncodeRequest) -> EncodeReply:
         """Random directions: the same for the same input, and without any other meaning."""
         rows = [torch.randn(self._options.embedding_size, generator=_generator(item)) for item in request.inputs]
-        embeddings = torch.nn.functional.normalize(torch.stack(rows), dim=1) if rows else torch.empty(0, 1)
+        embeddings = torch.nn.functional.normalize(torch.stack(rows), dim=1)
         return EncodeReply(embeddings, sum(_count(item.text) for item in request.inputs if isinstance(item, Text)))
 
 

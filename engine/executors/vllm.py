@@ -181,8 +181,6 @@ class VllmExecutor(VllmLoop[_Request]):
         if request is None:
             if isinstance(payload, EncodeRequest) and self._pooling is None:
                 raise ValueError(f"the model {self._name!r} answers prompts; it does not embed")
-            if isinstance(payload, EncodeRequest) and not payload.inputs:
-                raise ValueError("a request to encode has at least one input")
             request = _Request(inputs=len(payload.inputs) if isinstance(payload, EncodeRequest) else 1, turn=next(self._turns))
             self._requests[part.request_id] = request
             self._preparing.begin(part.request_id, payload.owner, self._stages(part.request_id, request, payload))

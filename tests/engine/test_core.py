@@ -652,12 +652,10 @@ async def test_lines_about_a_step_and_a_request_name_them(socket_dir: Path, capl
 
 async def test_a_request_that_the_executor_refuses_fails_alone(socket_dir: Path) -> None:
     def compute(batch: Sequence[StepInput]) -> list[Output]:
-        return [mean(part) if part.payload.inputs else ValueError("no picture") for part in batch]  # type: ignore[union-attr]
+        return [ValueError("no picture") if value_of(part) == 13 else mean(part) for part in batch]
 
     async with engine_and_client(compute, socket_dir) as (core, client):
-        good, bad = await asyncio.gather(
-            encode(client, request_of(3)), encode(client, EncodeRequest([])), return_exceptions=True
-        )
+        good, bad = await asyncio.gather(encode(client, request_of(3)), encode(client, request_of(13)), return_exceptions=True)
         assert isinstance(good, torch.Tensor)
         assert isinstance(bad, shmring.RemoteError)
         assert (bad.type_name, bad.message) == ("ValueError", "no picture")

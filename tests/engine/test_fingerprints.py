@@ -105,7 +105,6 @@ def test_an_empty_step_has_no_outputs() -> None:
 
 
 BAD = {
-    "nothing": (EncodeRequest([]), "at least one input"),
     "float-picture": (EncodeRequest([Picture(torch.zeros(4, 4, 3))]), "expected a picture"),
     "empty-picture": (EncodeRequest([Picture(torch.zeros(0, 4, 3, dtype=torch.uint8))]), "expected a picture"),
     "bands": (EncodeRequest([Spectrogram(torch.zeros(10, 128), 0.1)]), "expected a log-mel spectrogram"),

@@ -366,6 +366,12 @@ def test_a_message_must_name_media_that_are_there(index: int) -> None:
     check_payload(request)
 
 
+def test_a_request_to_encode_has_something_to_encode() -> None:
+    with pytest.raises(ValueError, match="at least one input"):
+        check_payload(EncodeRequest([]))
+    check_payload(EncodeRequest([PICTURE]))
+
+
 def test_a_request_has_only_so_many_logprobs() -> None:
     request = GenerateRequest([ChatMessage("user", [])], sampling=SamplingParams(n=16, max_tokens=4096, logprobs=20))
     with pytest.raises(ValueError, match=r"4096 tokens of 16 answers, each with 21 logprobs, .* lower max_tokens to 780"):

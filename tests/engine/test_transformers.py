@@ -732,11 +732,8 @@ def test_the_model_remembers_nothing_of_a_request(load: Callable[..., Transforme
         (ask(clip(), "Hi"), "takes no video"),
         (ask(Waveform(torch.zeros(99), 16_000), "Hi"), "takes no waveform"),
         (ask(Spectrogram(torch.zeros(9, 80), 0.1), "Hi"), "takes no spectrogram"),
-        (GenerateRequest([ChatMessage("user", [MediumPart(0)])]), "names medium 0, and there are 0"),
-        (GenerateRequest([ChatMessage("user", [MediumPart(-1)])], [noise(8, 8)]), "names medium -1"),
         (GenerateRequest([ChatMessage("user", [TextPart("Hi")])], [noise(8, 8)]), "one place in the messages"),
         (GenerateRequest([ChatMessage("user", [MediumPart(0), MediumPart(0)])], [noise(8, 8)]), "one place in the messages"),
-        (EncodeRequest([]), "at least one input"),
     ],
 )
 def test_a_request_at_fault_fails_alone_with_what_is_wrong(executor: TransformersExecutor, request_: Any, message: str) -> None:

@@ -144,8 +144,8 @@ FAULTS = (
         ),
         (
             "small requests go in order of arrival",
-            "for number in requests if number in self._progress]",
-            "for number in self._progress if number in requests]",
+            "(number, self._progress[number]) for number in requests]",
+            "(number, self._progress[number]) for number in self._progress if number in requests]",
             "tests/engine/test_encoding.py::test_small_requests_go_in_the_order_of_the_step",
         ),
     ),
