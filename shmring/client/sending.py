@@ -107,10 +107,10 @@ class Sending:
         try:
             while True:
                 self._life.check_alive()
-                packed = self.end.pack(payload)
-                submission = self._send_now(packed, name, stream, self._copier.at_once_nbytes)
+                packed = self.end.pack(payload, name)
+                submission = self._send_now(packed, stream, self._copier.at_once_nbytes)
                 if submission is None:
-                    submission = await self._send_in_turn(packed, name, stream, flight)
+                    submission = await self._send_in_turn(packed, stream, flight)
                 if submission is not None:
                     return submission
         except BaseException:
@@ -134,25 +134,25 @@ class Sending:
             self.end.pass_on()
         self.end.crowded = self._again.is_waited_in or self._turns.is_waited_in
 
-    def _send_now(self, packed: Packed, name: str, stream: Stream | None, copy_limit_nbytes: float) -> Submission | None:
+    def _send_now(self, packed: Packed, stream: Stream | None, copy_limit_nbytes: float) -> Submission | None:
         """Sends a payload that was just packed; None if it has to wait for the engine, for space, or for a long copy."""
         if not self._link.can_write or packed.slot_nbytes > copy_limit_nbytes:
             return None
         self._copier.count_in_turn(packed.slot_nbytes)
-        sent: Submission | None = self.end.send_now(packed, name, stream)
+        sent: Submission | None = self.end.send_now(packed, stream)
         return sent
 
-    async def _send_in_turn(self, packed: Packed, name: str, stream: Stream | None, flight: _Flight) -> Submission | None:
+    async def _send_in_turn(self, packed: Packed, stream: Stream | None, flight: _Flight) -> Submission | None:
         """Sends a payload when its copy's turn has come; None if a slot that it lies in has changed hands while we waited.
 
         The slot is acquired after that, so that it is the one that was released last, which is still in the cache.
         """
         await self._copier.turn(packed.slot_nbytes)
         self._life.check_alive()
-        submission = self._send_now(packed, name, stream, self._copier.offload_nbytes)
+        submission = self._send_now(packed, stream, self._copier.offload_nbytes)
         if submission is None:
             slot = await self._space(packed.slot_nbytes, flight) if packed.slot_nbytes else None
-            submission = await self._send_when_possible(packed, name, stream, slot)
+            submission = await self._send_when_possible(packed, stream, slot)
         return submission
 
     async def _space(self, nbytes: int, flight: _Flight) -> ClientSlotRecord:
@@ -171,11 +171,7 @@ class Sending:
         return slot
 
     async def _send_when_possible(
-        self,
-        packed: Packed,
-        name: str,
-        stream: Stream | None,
-        slot: ClientSlotRecord | None,
+        self, packed: Packed, stream: Stream | None, slot: ClientSlotRecord | None
     ) -> Submission | None:
         """Sends a payload; None if a slot that it lies in has changed hands while we waited.
 
@@ -189,7 +185,7 @@ class Sending:
             while submission is None and all(record.is_submittable() for record in packed.slots):
                 await self.writable()
                 self._life.check_alive()
-                submission = self.end.send(packed, slot, name, stream)
+                submission = self.end.send(packed, slot, stream)
                 if submission is None and self._link.can_write:
                     self._link.expect_space()
             return submission
@@ -218,7 +214,7 @@ class Sending:
         """Sends a payload if nothing has to be waited for; the copy is made in the loop."""
         self._begin_nowait()
         try:
-            return self._send_nowait(self.end.pack(payload), name, ask=ask)
+            return self._send_nowait(self.end.pack(payload, name), ask=ask)
         except BaseException:
             self.end.end_flight()
             raise
@@ -227,11 +223,11 @@ class Sending:
         """As :meth:`submit_nowait`, for a loop that several threads wait for: a long copy is made on a thread."""
         self._begin_nowait()
         try:
-            packed = self.end.pack(payload)
+            packed = self.end.pack(payload, name)
             if packed.slot_nbytes <= self._copier.offload_nbytes:
-                return self._send_nowait(packed, name, ask=ask)
+                return self._send_nowait(packed, ask=ask)
             slot = self._host_slots.acquire_nowait(packed.slot_nbytes, held=False, ask=ask)
-            submission = await self._send_when_possible(packed, name, None, slot)
+            submission = await self._send_when_possible(packed, None, slot)
             if submission is None:
                 raise WouldBlock("a slot that the payload lies in was submitted by somebody else while the rest was copied")
             return submission
@@ -251,8 +247,8 @@ class Sending:
             self.end.end_flight()
             raise WouldBlock(_READS_SLOWLY)
 
-    def _send_nowait(self, packed: Packed, name: str, *, ask: bool) -> Submission:
-        submission = self._send_now(packed, name, None, math.inf)
+    def _send_nowait(self, packed: Packed, *, ask: bool) -> Submission:
+        submission = self._send_now(packed, None, math.inf)
         if submission is None and self.end.found_full:
             self._link.expect_space()
             raise WouldBlock(_READS_SLOWLY)

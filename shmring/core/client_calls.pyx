@@ -176,7 +176,7 @@ cdef class ClientCalls:
         if packed is None:
             sent = end.submit_now(payload, name, self._copier.at_once_nbytes)
         else:
-            sent = end.submit_packed(packed, name, self._copier.at_once_nbytes)
+            sent = end.submit_packed(packed, self._copier.at_once_nbytes)
         if end.copied_into_slots - copied_nbytes >= _COUNTED_NBYTES:
             self._copier.count_in_turn(end.copied_into_slots - copied_nbytes)
         return sent

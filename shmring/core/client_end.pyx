@@ -728,9 +728,13 @@ cdef class ClientEnd(RecordHandler):
 
     # -- requests go ---------------------------------------------------------------------------------------------------
 
-    def pack(self, payload) -> Packed:
+    def pack(self, payload, str name not None = "") -> Packed:
         """Encodes a payload, and changes nothing. Code of the caller may run meanwhile and change something, so the state is
         checked afterwards.
+
+        Args:
+            payload: what to send.
+            name: the caller's own name for the request.
 
         Returns:
             The encoded payload for :meth:`send`. Its ``slots`` are the records of the held slots in which its tensors lie.
@@ -739,23 +743,24 @@ cdef class ClientEnd(RecordHandler):
             TypeError, CapacityError: as :meth:`Packer.pack`.
             ClosedError, EngineDeadError: the session has ended, perhaps meanwhile.
         """
-        return self._pack_or_raise(payload, self._inline_nbytes, self.held)
+        return self._pack_or_raise(payload, self._inline_nbytes, self.held, name)
 
     def pack_apart(self, payload) -> Packed:
         """Encodes a payload all of whose tensors are to be copied to one slot; otherwise as :meth:`pack`."""
-        return self._pack_or_raise(payload, 0, None)
+        return self._pack_or_raise(payload, 0, None, "")
 
-    cdef Packed _pack_or_raise(self, object payload, uint64_t inline_nbytes, HeldSlots held):
-        cdef Packed packed = self._pack(payload, inline_nbytes, held)
+    cdef Packed _pack_or_raise(self, object payload, uint64_t inline_nbytes, HeldSlots held, str name):
+        cdef Packed packed = self._pack(payload, inline_nbytes, held, name)
         if packed is None:
             self.shell.check_alive()
         return packed
 
-    cdef Packed _pack(self, object payload, uint64_t inline_nbytes, HeldSlots held):
+    cdef Packed _pack(self, object payload, uint64_t inline_nbytes, HeldSlots held, str name):
         """Encodes a payload; None: this end may not be used any more. Code of the caller may have run, and ended the
         session."""
         cdef Packed packed = self._packer.pack(payload, inline_nbytes, self._record_nbytes, held)
         packed.choose_way(self.turnover_nbytes, self._cache_nbytes)
+        packed.name = name
         return packed if self.is_usable() else None
 
     cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes):  # type: (object, str, int) -> Any
@@ -780,10 +785,10 @@ cdef class ClientEnd(RecordHandler):
             return None
         if self.crowded or self.in_flight >= self._max_inflight:
             return None
-        packed = self._pack(payload, self._inline_nbytes, self.held)
-        return None if packed is None else self.submit_packed(packed, name, most_nbytes)
+        packed = self._pack(payload, self._inline_nbytes, self.held, name)
+        return None if packed is None else self.submit_packed(packed, most_nbytes)
 
-    cpdef object submit_packed(self, Packed packed, str name, uint64_t most_nbytes):  # type: (Packed, str, int) -> Any
+    cpdef object submit_packed(self, Packed packed, uint64_t most_nbytes):  # type: (Packed, int) -> Any
         """As :meth:`submit_now`, with a payload that was packed just now."""
         if not self.is_writable():
             return None
@@ -793,7 +798,7 @@ cdef class ClientEnd(RecordHandler):
             return None
         sent = None
         try:
-            sent = self.send_now(packed, name, None)
+            sent = self.send_now(packed, None)
         finally:
             if sent is None:
                 self.end_flight()
@@ -806,7 +811,7 @@ cdef class ClientEnd(RecordHandler):
     cdef uint64_t _content(self, ClientSlotRecord slot) except 0:
         return <uint64_t>self._mapping.at(slot.start * BLOCK_NBYTES + SLOT_HEADER_NBYTES, slot.nbytes)
 
-    cpdef object send_now(self, Packed packed, str name, object stream):  # type: (Packed, str, object) -> Any
+    cpdef object send_now(self, Packed packed, object stream):  # type: (Packed, object) -> Any
         """Copies the tensors that have to be copied, and sends the payload.
 
         Returns:
@@ -827,19 +832,18 @@ cdef class ClientEnd(RecordHandler):
             if slot is not None:
                 packed.copy_into(self._content(slot))
                 self.copied_into_slots += packed.slot_nbytes
-            sent = self.send(packed, slot, name, stream)
+            sent = self.send(packed, slot, stream)
         finally:
             if sent is None and slot is not None:
                 self.shell.give_up(slot)
         return sent
 
-    cpdef object send(self, Packed packed, ClientSlotRecord slot, str name, object stream):  # type: (Packed, ClientSlotRecord | None, str, object) -> Any
+    cpdef object send(self, Packed packed, ClientSlotRecord slot, object stream):  # type: (Packed, ClientSlotRecord | None, object) -> Any
         """Sends a payload whose tensors have been copied.
 
         Args:
             packed: from :meth:`pack`.
             slot: the record of the slot that it was copied to, if it needs one.
-            name: the caller's own name for the request.
             stream: that the slots in device memory were written on; None: the current one.
 
         Returns:
@@ -847,51 +851,46 @@ cdef class ClientEnd(RecordHandler):
             is over.
         """
         cdef SlotNumbers few[_FEW_SUBMITTED]
-        cdef SlotNumbers* numbers = few
+        cdef Outgoing request = outgoing(SUBMIT, 0)
         cdef BaseSubmission submission
         cdef ClientSlotRecord record
         cdef uint32_t count = <uint32_t>len(packed.slots) + (slot is not None), i = 0
-        cdef uint64_t request_id, nbytes
-        cdef bytes fence = b""
+        cdef uint64_t nbytes
+        request.epoch, request.slots, request.in_place = self.epoch, few, <uint32_t>len(packed.slots)
+        packed.fence = b""
         for record in packed.slots:
             if record.start * BLOCK_NBYTES >= self._slab_nbytes:
-                if not self._may_send(packed, submit_nbytes(packed, self.epoch, self._next_id + 1, name, fence, count)):
+                if not self._may_send(packed, most_nbytes(&request, packed)):
                     return None  # before CUDA is asked for anything
-                fence = self.device_slots.record_fence(packed.slots, stream)
+                packed.fence = self.device_slots.record_fence(packed.slots, stream)
                 break
         submission = new_instance(self._submission_type, ())
-        submission._on_gpu = fence != b""
-        request_id = self._next_id + 1
-        nbytes = submit_nbytes(packed, self.epoch, request_id, name, fence, count)
+        submission._on_gpu = packed.fence != b""
+        nbytes = most_nbytes(&request, packed)
         if not self._may_send(packed, nbytes):  # checked last: each call above may have run other code; none below does
             return None
         if count > _FEW_SUBMITTED:
-            numbers = <SlotNumbers*>malloc(count * sizeof(SlotNumbers))
-            if numbers == NULL:
+            request.slots = <SlotNumbers*>malloc(count * sizeof(SlotNumbers))
+            if request.slots == NULL:
                 raise MemoryError
         try:
             for record in packed.slots:
-                self._hand_over(record, numbers + i)
+                self._hand_over(record, request.slots + i)
                 i += 1
             if slot is not None:
-                self._hand_over(slot, numbers + i)
-            self._next_id = request_id
+                self._hand_over(slot, request.slots + i)
+            request.number = self._next_id = self._next_id + 1
             submission._end = self
-            submission.request_id = request_id
-            submission.name = name
-            self.pending.put(request_id, submission)
+            submission.request_id = self._next_id
+            submission.name = packed.name
+            self.pending.put(self._next_id, submission)
             # The ring may be full after all: code that has run since may have written to it.
-            if put_submit(self._writer, nbytes, packed, self.epoch, request_id, name, fence, numbers, count):
-                self._writer.wake_reader()
-                if self._writer.told:
-                    self.shell.link.published()
-            else:
-                self.shell.link.queue(submit_record(packed, self.epoch, request_id, name, fence, numbers, count))
+            publish(self._writer, self.shell, &request, packed, nbytes)
             for i in range(count):
-                self.slot_nbytes_submitted += numbers[i].nbytes
+                self.slot_nbytes_submitted += request.slots[i].nbytes
         finally:
-            if numbers != few:
-                free(numbers)
+            if request.slots != few:
+                free(request.slots)
         self.submitted += 1
         self.in_place += packed.in_place
         self.in_place_nbytes += packed.in_place_nbytes

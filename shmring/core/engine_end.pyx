@@ -871,27 +871,24 @@ cdef class EngineEnd:
         """
         cdef BaseFrontend frontend = claim._frontend
         cdef SlotNumbers numbers
-        cdef uint64_t request_id = claim._submit.request_id
+        cdef Outgoing record = outgoing(REPLY, claim._submit.request_id)
+        cdef uint64_t nbytes
         if claim.ended:  # checked here: code may have run since the caller's check
             self.shell.refuse(claim)
         if frontend.is_local:
-            frontend.replied(request_id, reply)
+            frontend.replied(record.number, reply)
             self._count_reply(reply)
             return True
+        record.slots = &numbers
+        nbytes = most_nbytes(&record, reply)
         try:
-            if frontend._writer is None or not frontend._writer.is_writable() \
-                    or not frontend._writer.has_room(<uint32_t>reply_nbytes(reply, request_id)):
+            if frontend._writer is None or not frontend._writer.is_writable() or not frontend._writer.has_room(<uint32_t>nbytes):
                 return False
         except RemoteProtocolError as error:
             frontend.link.break_off(error)
             return False
         self._lend_reply(claim, slot, &numbers)
-        if put_reply(frontend._writer, reply, request_id, &numbers):
-            frontend._writer.wake_reader()
-            if frontend._writer.told:
-                frontend.link.published()
-        else:
-            frontend.link.queue(reply_record(reply, request_id, &numbers))
+        publish(frontend._writer, frontend, &record, reply, nbytes)
         self._count_reply(reply)
         return True
 
@@ -1002,18 +999,13 @@ cdef class EngineEnd:
     cdef int _send_done(
         self, BaseFrontend frontend, uint64_t request_id, uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot
     ) except -1:
+        cdef Outgoing record = outgoing(DONE, request_id)
         if frontend.is_local:
             frontend.finished(request_id, reply)
             return 0
+        record.slots, record.released, record.released_count = slot, released, count
         try:
-            if frontend._writer is not None and frontend._writer.is_writable() \
-                    and put_done(frontend._writer, request_id, released, count, reply, slot):
-                frontend._writer.wake_reader()
-                if frontend._writer.told:
-                    frontend.link.published()
-                return 0
+            publish(frontend._writer, frontend, &record, reply, most_nbytes(&record, reply))
         except RemoteProtocolError as error:
             frontend.link.break_off(error)
-            return 0
-        frontend.link.queue(done_record(request_id, released, count, reply, slot))
         return 0

@@ -476,19 +476,14 @@ cdef class FanOutEnd:
             self.discard(parcel)
         return is_sent
 
-    cdef uint64_t _record(self, Parcel parcel, int stamp) except 0:
-        """How long its record is."""
-        if not parcel.packed.slot_nbytes:
-            parcel.packed.make_contiguous()
-        return (
-            3 + unsigned_nbytes(self.book.next_sequence) + unsigned_nbytes(stamp) + array_nbytes(parcel.slot_count)
-            + parcel.slot_count * <uint64_t>SLOT_NBYTES + parcel.packed.content_nbytes()
-        )
+    cdef uint64_t _record(self, Parcel parcel) except 0:
+        """How long its record is, at most."""
+        return FIELDS_NBYTES + parcel.slot_count * <uint64_t>SLOT_NBYTES + parcel.packed.most_nbytes()
 
     cdef bint _has_room(self, uint64_t mask, Parcel parcel) except -1:
         """Whether there is place for it, and room in every ring. A ring with an impossible count is not asked further."""
         cdef WorkerRecord worker
-        cdef uint32_t nbytes = <uint32_t>self._record(parcel, WINDOW - 1)
+        cdef uint32_t nbytes = <uint32_t>self._record(parcel)
         if not self.book.has_place(mask):
             self.book.sweep()
             if not self.book.has_place(mask):
@@ -518,7 +513,7 @@ cdef class FanOutEnd:
         if not mask:
             return 0
         stamp = self.book.next_stamp()
-        nbytes = <uint32_t>self._record(parcel, stamp)
+        nbytes = <uint32_t>self._record(parcel)
         sequence = self.book.next_sequence
         if parcel.start >= 0:
             parcel.slots[slots].lease_id = 0
@@ -537,8 +532,7 @@ cdef class FanOutEnd:
             to = put_array(put_unsigned(to, parcel.flags), slots)
             for i in range(slots):
                 to = put_slot(to, parcel.slots + i)
-            to = parcel.packed.put_content(to, parcel.slots + slots)
-            writer.commit()
+            writer.commit(parcel.packed.put_content(to, parcel.slots + slots))
             left &= left - 1
         self.book.publish_to(mask, max(parcel.start, 0), parcel.blocks if parcel.start >= 0 else 0, parcel.nbytes, parcel.regions, slots)
         parcel.sequence, parcel.start = sequence, -1

@@ -203,7 +203,8 @@ cdef class RecordWriter:
     cdef uint64_t _capacity
     cdef uint64_t _tail       # what this end has published; never read from the ring
     cdef uint64_t _head       # the reader's, as last read and checked
-    cdef uint64_t _reserved   # the room that the record being written will take, including a skip before it
+    cdef uint64_t _reserved   # what is skipped before the record that is being written
+    cdef uint8_t* _place      # of that record
     cdef int _bell
 
     def __init__(self, memory: Buffer, bell: int) -> None:
@@ -225,7 +226,7 @@ cdef class RecordWriter:
             return False
         if source.shape[0]:
             memcpy(to, &source[0], source.shape[0])
-        self.commit()
+        self.commit(to + source.shape[0])
         return True
 
     def ring_bell(self) -> bool:
@@ -298,7 +299,7 @@ cdef class RecordWriter:
         return True
 
     cdef uint8_t* reserve(self, uint32_t nbytes) except? NULL:
-        """Returns where a record of ``nbytes`` is to be written before :meth:`commit`; NULL without an error if the ring is full.
+        """Returns where a record of ``nbytes`` at most is to be written before :meth:`commit`; NULL without an error if the ring is full.
 
         Nothing is published yet: a reservation that is not committed is forgotten by the next one.
         """
@@ -319,14 +320,20 @@ cdef class RecordWriter:
         if needed > to_end:
             store_relaxed_u32(self._at + AT_RECORDS + position, SKIP)
             position = 0
-        store_relaxed_u32(self._at + AT_RECORDS + position, nbytes)
-        self._reserved = needed
-        return self._at + AT_RECORDS + position + LENGTH_NBYTES
+        self._place = self._at + AT_RECORDS + position + LENGTH_NBYTES
+        self._reserved = needed - _up(LENGTH_NBYTES + <uint64_t>nbytes)
+        return self._place
 
-    cdef void commit(self) noexcept nogil:
-        """Publishes what was reserved."""
+    cdef void end_record(self, const uint8_t* end) noexcept nogil:
+        """What was written where :meth:`reserve` said ends here."""
+        cdef uint32_t nbytes = <uint32_t>(end - self._place)
+        store_relaxed_u32(self._place - LENGTH_NBYTES, nbytes)
+        self._reserved += _up(LENGTH_NBYTES + <uint64_t>nbytes)
+
+    cdef void commit(self, const uint8_t* end) noexcept nogil:
+        """Publishes what was written where :meth:`reserve` said, up to this end."""
+        self.end_record(end)
         self._tail += self._reserved
-        self._reserved = 0
         store_release_u64(self._at + AT_TAIL, self._tail)  # release: a reader that sees the tail sees the record
 
     cdef bint wake_reader(self) noexcept nogil:

@@ -2,8 +2,6 @@
 
 Reading makes no Python object and moves one value at a time: :c:func:`read_value` returns the next scalar, text or extension,
 or the head of the next array or map, whose members are the next values. No byte after the end is read.
-
-Every ``*_nbytes`` is exactly what the ``put_*`` of the same name writes, so that a record's length is known before it is written.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
@@ -168,10 +166,6 @@ cdef inline uint8_t* put_little_endian(uint8_t* to, uint64_t number, int nbytes)
     return to + nbytes
 
 
-cdef inline uint64_t unsigned_nbytes(uint64_t number) noexcept nogil:
-    return 1 if number < 0x80 else 5 if number < <uint64_t>1 << 32 else 9
-
-
 cdef inline uint8_t* put_unsigned(uint8_t* to, uint64_t number) noexcept nogil:
     if number < 0x80:
         to[0] = <uint8_t>number
@@ -183,10 +177,6 @@ cdef inline uint8_t* put_unsigned(uint8_t* to, uint64_t number) noexcept nogil:
     return put_big_endian(to + 1, number, 8)
 
 
-cdef inline uint64_t array_nbytes(uint64_t count) noexcept nogil:
-    return 1 if count < 16 else 3 if count < 1 << 16 else 5
-
-
 cdef inline uint8_t* put_array(uint8_t* to, uint64_t count) noexcept nogil:
     if count < 16:
         to[0] = <uint8_t>(0x90 | count)
@@ -196,10 +186,6 @@ cdef inline uint8_t* put_array(uint8_t* to, uint64_t count) noexcept nogil:
         return put_big_endian(to + 1, count, 2)
     to[0] = 0xDD
     return put_big_endian(to + 1, count, 4)
-
-
-cdef inline uint64_t text_nbytes(uint64_t nbytes) noexcept nogil:
-    return nbytes + (1 if nbytes < 32 else 3)
 
 
 cdef inline uint8_t* put_text(uint8_t* to, const void* text, uint64_t nbytes) noexcept nogil:
@@ -214,10 +200,6 @@ cdef inline uint8_t* put_text(uint8_t* to, const void* text, uint64_t nbytes) no
     return to + nbytes
 
 
-cdef inline uint64_t binary_nbytes(uint64_t nbytes) noexcept nogil:
-    return nbytes + (2 if nbytes < 256 else 3 if nbytes < 1 << 16 else 5)
-
-
 cdef inline uint8_t* put_binary_head(uint8_t* to, uint64_t nbytes) noexcept nogil:
     """The head of less than 4 GiB of bytes, which follow."""
     if nbytes < 256:
@@ -229,6 +211,12 @@ cdef inline uint8_t* put_binary_head(uint8_t* to, uint64_t nbytes) noexcept nogi
         return put_big_endian(to + 1, nbytes, 2)
     to[0] = 0xC6
     return put_big_endian(to + 1, nbytes, 4)
+
+
+cdef inline uint8_t* put_binary(uint8_t* to, const void* data, uint64_t nbytes) noexcept nogil:
+    to = put_binary_head(to, nbytes)
+    memcpy(to, data, nbytes)
+    return to + nbytes
 
 
 cdef inline uint8_t* put_nil(uint8_t* to) noexcept nogil:

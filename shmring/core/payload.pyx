@@ -68,6 +68,8 @@ cdef enum:
     _PLAIN_DIMENSIONS = 8       # a peer refuses no tensor of so few dimensions and of less than 1 TiB
     _COUNT_SHIFT = 2            # values encoded here count at most 4 a byte: an empty array
     _HEAD_NBYTES = 1400         # at most, of a record apart from its payload, its slots and what is copied into it
+    FIELDS_NBYTES = 64          # at most, of a record's own fields, apart from texts and lists
+    _CONTENT_NBYTES = 64        # at most, of what is around a content
 
 cdef Py_ssize_t _TOO_LONG_NBYTES = <Py_ssize_t>1 << 32  # for msgpack: msgspec says so
 cdef uint64_t _PLAIN_NBYTES = <uint64_t>1 << 40
@@ -572,10 +574,13 @@ cdef class Packed:
     cdef object _copy_strided
     cdef object _copy_past_cache
     cdef object _copy_into_cache
+    cdef str name     # the caller's own, of the request
+    cdef bytes fence  # behind what was written to slots in device memory
 
     def __cinit__(self) -> None:
         self.parts = []
         self.slots = []
+        self.name, self.fence = "", b""
 
     cdef int lay_out(self, uint64_t inline_nbytes, uint64_t largest_record_nbytes, uint32_t slots) except -1:
         """Decides whether tensors and payload travel in the record or in a slot."""
@@ -668,16 +673,15 @@ cdef class Packed:
             raise TypeError("a tensor of the payload can't be sent: its memory was freed or replaced while it waited to be copied")
         return 0
 
-    cdef uint64_t content_nbytes(self) noexcept:
-        """The size of what :meth:`put_content` writes."""
-        cdef uint64_t copied = 1
-        if self.slot_nbytes:
-            copied = SLOT_NBYTES
-        elif self.region_nbytes:
-            copied = binary_nbytes(self.region_nbytes)
-        if self.is_payload_in_slot:
-            return copied + 1 + unsigned_nbytes(self.payload_offset) + unsigned_nbytes(PyBytes_GET_SIZE(self.payload))
-        return copied + PyBytes_GET_SIZE(self.payload)
+    cdef uint64_t most_nbytes(self) except 0:
+        """The most that :meth:`put_content` writes, with name and fence. What it copies is contiguous from now on."""
+        cdef Py_ssize_t name_nbytes = 0
+        PyUnicode_AsUTF8AndSize(self.name, &name_nbytes)
+        cdef uint64_t nbytes = _CONTENT_NBYTES + name_nbytes + PyBytes_GET_SIZE(self.fence)
+        if not self.slot_nbytes:
+            self.make_contiguous()
+            nbytes += self.region_nbytes
+        return nbytes if self.is_payload_in_slot else nbytes + PyBytes_GET_SIZE(self.payload)
 
     cdef uint32_t content_members(self) noexcept:
         return 4 if self.is_payload_in_slot else 2
@@ -720,133 +724,79 @@ cdef uint8_t* put_slot(uint8_t* to, SlotNumbers* slot) noexcept nogil:
     return put_little_endian(to, slot.generation, 8)
 
 
-cdef uint64_t submit_nbytes(Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, uint32_t count) except 0:
-    """The size of a ``Submit`` in the ring."""
+cdef struct Outgoing:
+    # A record that carries a payload, or tells of an end, before it is written.
+    uint64_t tag
+    uint64_t epoch              # of a submission
+    uint64_t number             # of the request, or of the message that is answered
+    SlotNumbers* slots          # of a submission, those in place; then that of region 0, if there is one
+    uint32_t in_place
+    const uint64_t* released    # of an end: generations
+    uint32_t released_count
+
+
+cdef inline Outgoing outgoing(uint64_t tag, uint64_t number) noexcept nogil:
+    cdef Outgoing record
+    memset(&record, 0, sizeof(record))
+    record.tag, record.number = tag, number
+    return record
+
+
+cdef uint64_t most_nbytes(Outgoing* record, Packed packed) except 0:
+    """How long a record is, at most. What it copies is contiguous from now on."""
+    cdef uint64_t nbytes = FIELDS_NBYTES + <uint64_t>SLOT_NBYTES * record.in_place + 9 * <uint64_t>record.released_count
+    return nbytes if packed is None else nbytes + packed.most_nbytes()
+
+
+cdef uint8_t* put_record(uint8_t* to, Outgoing* record, Packed packed) noexcept:
+    """Writes a record; returns where it ends."""
+    cdef uint32_t members = 0 if packed is None else packed.content_members(), i
     cdef Py_ssize_t name_nbytes = 0
-    cdef uint32_t in_place = count - (packed.slot_nbytes != 0)
-    PyUnicode_AsUTF8AndSize(name, &name_nbytes)
-    if not packed.slot_nbytes:
-        packed.make_contiguous()
-    return (
-        2 + unsigned_nbytes(epoch) + unsigned_nbytes(request_id) + text_nbytes(name_nbytes)
-        + binary_nbytes(PyBytes_GET_SIZE(fence)) + array_nbytes(in_place) + in_place * <uint64_t>SLOT_NBYTES
-        + packed.content_nbytes()
-    )
+    cdef const char* name
+    if record.tag == SUBMIT:
+        to = put_unsigned(put_array(to, 6 + members), SUBMIT)
+        to = put_unsigned(put_unsigned(to, record.epoch), record.number)
+        name = PyUnicode_AsUTF8AndSize(packed.name, &name_nbytes)
+        to = put_text(to, name, name_nbytes)
+        to = put_binary(to, PyBytes_AS_STRING(packed.fence), PyBytes_GET_SIZE(packed.fence))
+        to = put_array(to, record.in_place)
+        for i in range(record.in_place):
+            to = put_slot(to, record.slots + i)
+    elif record.tag == DONE:
+        to = put_unsigned(put_unsigned(put_array(to, 3 + members), DONE), record.number)
+        to = put_array(to, record.released_count)
+        for i in range(record.released_count):
+            to = put_unsigned(to, record.released[i])
+    else:
+        to = put_unsigned(put_unsigned(put_array(to, 2 + members), record.tag), record.number)
+    return to if packed is None else packed.put_content(to, record.slots + record.in_place)
 
 
-cdef void _put_submit(
-    uint8_t* to, Packed packed, uint64_t epoch, uint64_t request_id, const char* name, Py_ssize_t name_nbytes, bytes fence,
-    SlotNumbers* slots, uint32_t count,
-) noexcept:
-    cdef uint32_t in_place = count - (packed.slot_nbytes != 0), i
-    to = put_unsigned(put_array(to, 6 + packed.content_members()), SUBMIT)
-    to = put_unsigned(put_unsigned(to, epoch), request_id)
-    to = put_text(to, name, name_nbytes)
-    to = put_binary_head(to, PyBytes_GET_SIZE(fence))
-    memcpy(to, PyBytes_AS_STRING(fence), PyBytes_GET_SIZE(fence))
-    to = put_array(to + PyBytes_GET_SIZE(fence), in_place)
-    for i in range(in_place):
-        to = put_slot(to, slots + i)
-    packed.put_content(to, slots + in_place)
+cdef bytes record_bytes(Outgoing* record, Packed packed, uint64_t nbytes):
+    """Returns a record, of ``nbytes`` at most."""
+    cdef PyObject* kept = new_bytes(NULL, nbytes)
+    cdef uint8_t* to = <uint8_t*>PyBytes_AS_STRING(<object>kept)
+    resize_bytes(&kept, put_record(to, record, packed) - to)
+    result = <object>kept
+    drop_object(kept)
+    return result
 
 
-cdef bint put_submit(
-    RecordWriter writer, uint64_t nbytes, Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
-) except -1:
-    """Writes a ``Submit``; returns False if the ring is full.
+cdef int publish(RecordWriter writer, object owner, Outgoing* record, Packed packed, uint64_t nbytes) except -1:
+    """Sends a record of ``nbytes`` at most. The link keeps it until there is room, if the ring is full or there is none any more.
 
     Args:
-        nbytes: what :func:`submit_nbytes` says.
-        slots: those in place, then that of region 0 if it has one.
+        writer: None: there is no ring.
+        owner: of the link.
     """
-    cdef Py_ssize_t name_nbytes = 0
-    cdef const char* text = PyUnicode_AsUTF8AndSize(name, &name_nbytes)
-    cdef uint8_t* to = writer.reserve(<uint32_t>nbytes)
+    cdef uint8_t* to = NULL
+    if writer is not None and writer.is_writable():
+        to = writer.reserve(<uint32_t>nbytes)
     if to == NULL:
-        return False
-    _put_submit(to, packed, epoch, request_id, text, name_nbytes, fence, slots, count)
-    writer.commit()
-    return True
-
-
-cdef bytes submit_record(
-    Packed packed, uint64_t epoch, uint64_t request_id, str name, bytes fence, SlotNumbers* slots, uint32_t count
-):
-    """The same as bytes, to be kept."""
-    cdef Py_ssize_t name_nbytes = 0
-    cdef const char* text = PyUnicode_AsUTF8AndSize(name, &name_nbytes)
-    cdef bytes record = PyBytes_FromStringAndSize(NULL, submit_nbytes(packed, epoch, request_id, name, fence, count))
-    _put_submit(<uint8_t*>PyBytes_AS_STRING(record), packed, epoch, request_id, text, name_nbytes, fence, slots, count)
-    return record
-
-
-cdef uint64_t reply_nbytes(Packed packed, uint64_t request_id) except 0:
-    """The size of a ``Reply`` in the ring."""
-    if not packed.slot_nbytes:
-        packed.make_contiguous()
-    return 2 + unsigned_nbytes(request_id) + packed.content_nbytes()
-
-
-cdef void _put_reply(uint8_t* to, Packed packed, uint64_t request_id, SlotNumbers* slot) noexcept:
-    to = put_unsigned(put_array(to, 2 + packed.content_members()), REPLY)
-    packed.put_content(put_unsigned(to, request_id), slot)
-
-
-cdef bint put_reply(RecordWriter writer, Packed packed, uint64_t request_id, SlotNumbers* slot) except -1:
-    """Writes a ``Reply``; returns False if the ring is full."""
-    cdef uint8_t* to = writer.reserve(<uint32_t>reply_nbytes(packed, request_id))
-    if to == NULL:
-        return False
-    _put_reply(to, packed, request_id, slot)
-    writer.commit()
-    return True
-
-
-cdef bytes reply_record(Packed packed, uint64_t request_id, SlotNumbers* slot):
-    """The same as bytes, to be kept."""
-    cdef bytes record = PyBytes_FromStringAndSize(NULL, reply_nbytes(packed, request_id))
-    _put_reply(<uint8_t*>PyBytes_AS_STRING(record), packed, request_id, slot)
-    return record
-
-
-cdef uint64_t _done_nbytes(uint64_t request_id, const uint64_t* released, uint32_t count, Packed reply) except 0:
-    cdef uint64_t nbytes = 2 + unsigned_nbytes(request_id) + array_nbytes(count)
-    cdef uint32_t i
-    for i in range(count):
-        nbytes += unsigned_nbytes(released[i])
-    if reply is not None:
-        if not reply.slot_nbytes:
-            reply.make_contiguous()
-        nbytes += reply.content_nbytes()
-    return nbytes
-
-
-cdef void _put_done(
-    uint8_t* to, uint64_t request_id, const uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot
-) noexcept:
-    cdef uint32_t i
-    to = put_unsigned(put_array(to, 3 + (reply.content_members() if reply is not None else 0)), DONE)
-    to = put_array(put_unsigned(to, request_id), count)
-    for i in range(count):
-        to = put_unsigned(to, released[i])
-    if reply is not None:
-        reply.put_content(to, slot)
-
-
-cdef bint put_done(
-    RecordWriter writer, uint64_t request_id, const uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot
-) except -1:
-    """Writes a ``Done``, with the last reply if there is one; returns False if the ring is full."""
-    cdef uint8_t* to = writer.reserve(<uint32_t>_done_nbytes(request_id, released, count, reply))
-    if to == NULL:
-        return False
-    _put_done(to, request_id, released, count, reply, slot)
-    writer.commit()
-    return True
-
-
-cdef bytes done_record(uint64_t request_id, const uint64_t* released, uint32_t count, Packed reply, SlotNumbers* slot):
-    """The same as bytes, to be kept."""
-    cdef bytes record = PyBytes_FromStringAndSize(NULL, _done_nbytes(request_id, released, count, reply))
-    _put_done(<uint8_t*>PyBytes_AS_STRING(record), request_id, released, count, reply, slot)
-    return record
+        owner.link.queue(record_bytes(record, packed, nbytes))
+        return 0
+    writer.commit(put_record(to, record, packed))
+    writer.wake_reader()
+    if writer.told:
+        owner.link.published()
+    return 0

@@ -39,6 +39,8 @@ cdef extern from "Python.h":
     void PyErr_SetNone(object) noexcept
 
     # Values.
+    PyObject* new_bytes "PyBytes_FromStringAndSize"(const char*, Py_ssize_t) except NULL
+    int resize_bytes "_PyBytes_Resize"(PyObject**, Py_ssize_t) except -1
     PyObject* PyList_GET_ITEM(list, Py_ssize_t) noexcept
     PyObject* PyTuple_GET_ITEM(tuple, Py_ssize_t) noexcept
     int64_t PyLong_AsLongLongAndOverflow(object, int*) except? -1

@@ -444,19 +444,15 @@ cdef class WorkerEnd:
             TypeError: something in the payload can't be sent.
             CapacityError: it is larger than any payload may be.
         """
-        cdef uint64_t most = 4 * self._max_payload_nbytes, number = sequence
-        cdef Packed packed = self._packer.pack(payload, self._max_payload_nbytes, most)
-        cdef uint8_t* to
+        cdef Packed packed = self._packer.pack(payload, self._max_payload_nbytes, 4 * self._max_payload_nbytes)
+        cdef Outgoing record
         if packed.slot_nbytes:
             raise CapacityError(
                 f"a reply of {packed.slot_nbytes} bytes exceeds max_payload_nbytes ({self._max_payload_nbytes})",
                 needed=packed.slot_nbytes, capacity=self._max_payload_nbytes,
             )
-        packed.make_contiguous()
-        record = PyBytes_FromStringAndSize(NULL, 2 + unsigned_nbytes(number) + packed.content_nbytes())
-        to = put_unsigned(put_array(<uint8_t*>PyBytes_AS_STRING(record), 2 + packed.content_members()), ANSWER)
-        packed.put_content(put_unsigned(to, number), NULL)
-        return record
+        record = outgoing(ANSWER, sequence)
+        return record_bytes(&record, packed, most_nbytes(&record, packed))
 
     def mark_answered(self, BaseMessage message not None) -> bool:
         """A message has been replied to. Returns whether the engine gathers replies to it; a reply to a broadcast is dropped.

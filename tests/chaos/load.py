@@ -69,8 +69,8 @@ class _ObservedEnd(ClientEnd):
         super().__init__(*arguments, **options)
         self.slots_of: dict[int, list[ClientSlotRecord]] = {}
 
-    def send(self, packed: Packed, slot: ClientSlotRecord | None, name: str, stream: object) -> Any:
-        submission = super().send(packed, slot, name, stream)
+    def send(self, packed: Packed, slot: ClientSlotRecord | None, stream: object) -> Any:
+        submission = super().send(packed, slot, stream)
         if submission is not None:
             self.slots_of[submission.request_id] = [*packed.slots] if slot is None else [*packed.slots, slot]
         return submission

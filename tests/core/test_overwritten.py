@@ -72,7 +72,7 @@ class Ends:
         self.memory = bytearray(ring_nbytes(CAPACITY))
         self.writer, self.reader = RecordWriter(self.memory, -1), LinkReader(self.memory, -1)
         self.frontend = BaseFrontend(self.end, 1)
-        self.frontend.attach(RecordWriter(bytearray(ring_nbytes(64)), -1), self.reader)
+        self.frontend.attach(RecordWriter(bytearray(ring_nbytes(CAPACITY)), -1), self.reader)
 
     def overwrite(self) -> None:
         self.memory[RECORDS:] = b"\xff" * CAPACITY

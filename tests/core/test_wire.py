@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import socket
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -150,6 +151,38 @@ def test_replies_and_ends(ring: tuple[RecordWriter, RecordReader]) -> None:
     assert done.released == (1,)
     assert done.content is not None
     assert done.content.tensors == (TensorRef(0, 0, 12, "float32", (3,)),)
+
+
+LONG_RECORDS: dict[str, Callable[[RecordWriter], object]] = {
+    "submission": lambda writer: write_submit(
+        writer,
+        pack([TENSOR, torch.zeros(10)], held_slot(TENSOR.data_ptr(), 64)),
+        2**64 - 1,
+        2**62,
+        "é" * 256,
+        b"\xee" * 64,
+        (SlotRef(1, 4096, 64, 5),),
+    ),
+    "reply": lambda writer: write_reply(writer, pack(torch.zeros(10)), 2**62, None),
+    "end": lambda writer: write_done(writer, 2**62, [2**63] * 64, pack(PAYLOAD)),
+}
+
+
+@pytest.mark.parametrize("write", LONG_RECORDS.values(), ids=LONG_RECORDS)
+def test_no_record_reaches_beyond_the_end_of_its_ring(write: Callable[[RecordWriter], object]) -> None:
+    """Room is reserved before it is known how long the record will be."""
+    records = set()
+    for left_nbytes in range(8, 2048, 8):
+        memory = bytearray(ring_nbytes(1 << 14) + 2048)
+        ring = memoryview(memory)[:-2048]
+        writer, reader = RecordWriter(ring, ENDS[0].fileno()), RecordReader(ring, ENDS[1].fileno())
+        for nbytes in (4092, 4092, 4092, 4092 - left_nbytes):
+            writer.write(bytes(nbytes))
+            reader.read()
+        write(writer)
+        records.add(reader.read())
+        assert not any(memory[-2048:])
+    assert len(records) == 1
 
 
 def test_a_full_ring_takes_no_record_and_is_as_it_was(ring: tuple[RecordWriter, RecordReader]) -> None:
@@ -431,7 +464,7 @@ def test_what_is_not_contiguous_is_gathered() -> None:
 
 
 @for_each("number", [0, 127, 128, 2**32 - 1, 2**32, 2**62])
-def test_a_number_is_as_long_in_a_record_as_was_counted(number: int) -> None:
+def test_a_number_of_any_size_is_read_as_it_was_written(number: int) -> None:
     memory = bytearray(ring_nbytes(1 << 12))
     writer, reader = RecordWriter(memory, ENDS[0].fileno()), RecordReader(memory, ENDS[1].fileno())
     packed = pack(PAYLOAD)

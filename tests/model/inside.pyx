@@ -169,6 +169,7 @@ cdef class _SendingEngine(EngineEnd):
 cdef BaseFrontend _frontend(RecordWriter writer):
     cdef BaseFrontend frontend = BaseFrontend.__new__(_Frontend)
     frontend._writer = writer
+    frontend.link = _Shell()
     return frontend
 
 
@@ -202,7 +203,8 @@ def write_submit(RecordWriter writer not None, Packed packed not None, epoch, re
             record = ClientSlotRecord.__new__(ClientSlotRecord)
             record.held, record.state, record.start = True, ClientSlot.WRITING, _IN_DEVICE_MEMORY if fence else 0
             packed.slots.append(record)
-        return client.send(packed, copied, name, None) is not None
+        packed.name = name
+        return client.send(packed, copied, None) is not None
     finally:
         packed.slots, client.pending = held, None
 
@@ -229,7 +231,6 @@ def write_done(RecordWriter writer not None, request_id, released, Packed reply=
             generations[i] = generation
         if slot is not None:
             _describe(slot, &numbers)
-        frontend.link = _Shell()
         engine._send_done(frontend, request_id, generations, <uint32_t>len(released), reply, &numbers)
         return not frontend.link.queued
     finally:
