@@ -75,6 +75,17 @@ async def test_who_forgets_to_await_is_warned(serve: Any, connect: Any) -> None:
     assert all("was never awaited" in str(warning.message) for warning in caught)
 
 
+async def test_an_object_that_is_used_again_has_nothing_of_what_it_was(serve: Any, connect: Any) -> None:
+    """More than are kept, at a time and one after the other."""
+    await serve()
+    client = await connect()
+    named = [client.submit([number], request_id=f"request {number}") for number in range(40)]
+    assert [(await submitting).name for submitting in named] == [f"request {number}" for number in range(40)]
+    del named
+    for number in range(20):
+        assert (await client.submit([number])).name == ""
+
+
 async def test_it_happens_once(serve: Any, connect: Any) -> None:
     ring, client = await serve(), await connect()
     submitting = client.submit([1])

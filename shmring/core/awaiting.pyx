@@ -7,18 +7,28 @@ cancels it, and Python warns if it is never awaited.
 
 It does its work on the first ``send`` and never before: otherwise a cancellation before that would lose the result.
 
+Each message takes three of them or four. So some are kept when they go, by their size, and used again.
+
 Invariant: it does its work once at most.
 """
 
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_INCREF
 from cpython.type cimport PyType_Modified
+from libc.string cimport memset
 
 from shmring import door
 from shmring.uncopied import uncopied
 
 cdef object _refuse = uncopied("it is awaited once; call again what returned it")
 cdef char _nothing_more  # its address is what says so
+
+cdef enum:
+    _KEPT = 16           # objects of a size that are kept
+    _MOST_WORDS = 32     # of an object that is kept
+
+cdef PyObject* _kept[_MOST_WORDS]     # by their sizes in words; each holds the next one in place of its first member
+cdef int _kept_counts[_MOST_WORDS]
 
 
 cdef PyObject* nothing_more() noexcept:
@@ -116,16 +126,6 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
             if close is not None:
                 close()
 
-    def __dealloc__(self) -> None:
-        cdef PyObject* kind
-        cdef PyObject* value
-        cdef PyObject* traceback
-        if not self._begun:
-            PyErr_Fetch(&kind, &value, &traceback)
-            if PyErr_WarnFormat(RuntimeWarning, 1, "%s was never awaited", type_of(self).tp_name) < 0:
-                PyErr_WriteUnraisable(NULL)
-            PyErr_Restore(kind, value, traceback)
-
 
 cdef class AlreadyDone:  # type: Awaitable[None]
     """The result of an operation that is over already, for callers that await it."""
@@ -195,9 +195,50 @@ cdef int _fail(Awaited awaited) noexcept:
     return 0
 
 
+cdef PyObject* _allocate(PyTypeObject* kind, Py_ssize_t items) noexcept:
+    """The type's ``tp_alloc``."""
+    cdef Py_ssize_t nbytes = (<AwaitedType*>kind).tp_basicsize, words = nbytes // sizeof(void*)
+    cdef PyObject* made = _kept[words]
+    if made == NULL:
+        return PyType_GenericAlloc(kind, items)
+    _kept[words] = (<PyObject**>(made + 1))[0]
+    _kept_counts[words] -= 1
+    memset(made + 1, 0, nbytes - sizeof(PyObject))
+    PyObject_Init(made, kind)
+    PyObject_GC_Track(made)
+    return made
+
+
+cdef void _free_awaited(PyObject* self) noexcept:
+    """The type's ``tp_free``: its members have gone."""
+    cdef AwaitedType* kind = <AwaitedType*>self.ob_type
+    cdef Py_ssize_t words = kind.tp_basicsize // sizeof(void*)
+    if not (<Awaited>self)._begun:
+        _warn(kind.tp_name)
+    if _kept_counts[words] == _KEPT:
+        PyObject_GC_Del(self)
+        return
+    (<PyObject**>(self + 1))[0], _kept[words] = _kept[words], self
+    _kept_counts[words] += 1
+
+
+cdef void _warn(const char* name) noexcept:
+    """An object was never awaited. An exception may be set, and stays set."""
+    cdef PyObject* kind
+    cdef PyObject* value
+    cdef PyObject* traceback
+    PyErr_Fetch(&kind, &value, &traceback)
+    if PyErr_WarnFormat(RuntimeWarning, 1, "%s was never awaited", name) < 0:
+        PyErr_WriteUnraisable(NULL)
+    PyErr_Restore(kind, value, traceback)
+
+
 cdef int may_be_awaited(type kind) except -1:
-    """Gives a subclass its ``am_send``; once, when its module is loaded."""
-    (<AsyncType*><PyObject*>kind).tp_as_async.am_send = <sendfunc><void*>_send
+    """Gives a final subclass its ``am_send``, and objects that are used again; once, when its module is loaded."""
+    cdef AwaitedType* slots = <AwaitedType*><PyObject*>kind
+    assert slots.tp_basicsize < _MOST_WORDS * sizeof(void*), "its objects are too large to be kept"
+    slots.tp_as_async.am_send = <sendfunc><void*>_send
+    slots.tp_alloc, slots.tp_free = _allocate, <freefunc>_free_awaited
     PyType_Modified(kind)
     return 0
 

@@ -9,7 +9,6 @@ cdef extern from "Python.h":
     void drop_object "Py_DECREF"(PyObject*) noexcept
     void drop_object_unless_null "Py_XDECREF"(PyObject*) noexcept
     Py_ssize_t references_of "Py_REFCNT"(PyObject*) noexcept
-    PyTypeObject* type_of "Py_TYPE"(object) noexcept
 
     # Awaitables.
     ctypedef enum PySendResult:
@@ -18,7 +17,13 @@ cdef extern from "Python.h":
     ctypedef PySendResult (*sendfunc)(PyObject*, PyObject*, PyObject**) noexcept
     ctypedef struct PyAsyncMethods:
         sendfunc am_send
-    ctypedef struct AsyncType "PyTypeObject":
+    ctypedef PyObject* (*allocfunc)(PyTypeObject*, Py_ssize_t) noexcept
+    ctypedef void (*freefunc)(void*) noexcept
+    ctypedef struct AwaitedType "PyTypeObject":
+        const char* tp_name
+        Py_ssize_t tp_basicsize
+        allocfunc tp_alloc
+        freefunc tp_free
         PyAsyncMethods* tp_as_async
     int PyIter_Send(PyObject*, PyObject*, PyObject**) noexcept
 
@@ -28,6 +33,10 @@ cdef extern from "Python.h":
     ctypedef struct CollectedType "PyTypeObject":
         traverseproc tp_traverse
         inquiry tp_clear
+    PyObject* PyType_GenericAlloc(PyTypeObject*, Py_ssize_t) noexcept
+    PyObject* PyObject_Init(PyObject*, PyTypeObject*) noexcept
+    void PyObject_GC_Track(PyObject*) noexcept
+    void PyObject_GC_Del(PyObject*) noexcept
     int PyGC_Enable() noexcept
     int PyGC_Disable() noexcept
 
