@@ -238,7 +238,7 @@ cdef class EngineBook:
                 self._return_lease(client, lease)
         if blocks:
             effects.append(Reclaimed(client.client_id, blocks * BLOCK_NBYTES))
-        if not client.leases and not client.replies and not client.pins and not client.slots:
+        if not client.leases and not client.replies and not client.pins and not client.slots.count:
             del self.clients[client.client_id]
             effects.append(ClientGone(client.client_id))
         if blocks:
@@ -364,9 +364,8 @@ cdef class EngineBook:
         cdef Py_ssize_t place
         if request_id > INT64_MAX or <int64_t>request_id <= client.last_request_id:
             raise RemoteProtocolError(f"request {request_id} was submitted after request {client.last_request_id}")
-        if <uint64_t>len(client.requests) >= self._max_inflight:
+        if client.requests.count >= self._max_inflight:
             raise RemoteProtocolError(f"more than max_inflight ({self.limits.max_inflight}) requests were submitted")
-        request.key = request_id
         if count:
             records = [None] * count
             try:
@@ -377,13 +376,13 @@ cdef class EngineBook:
                         slot = self._publish(client, &slots[place], last_generation)
                         last_generation = slots[place].generation
                     records[place] = slot
-                    client.slots[slot.key] = slot
-                client.requests[request.key] = request
+                    client.slots.put(slot.generation, slot)
+                client.requests.put(request_id, request)
             except BaseException:
                 for slot in records:
                     if slot is None:
                         break
-                    client.slots.pop(slot.key, None)
+                    client.slots.take(slot.generation)
                     if slot.kept is None:
                         slot.lease.live.give(slot.start, slot.blocks)
                     else:
@@ -396,7 +395,7 @@ cdef class EngineBook:
                     self._device_slots += slot.lease.memory == DEVICE
                     slot.lease.new_moments = 0
         else:
-            client.requests[request.key] = request
+            client.requests.put(request_id, request)
         client.last_generation = last_generation
         client.last_request_id = <int64_t>request_id
         request.request_id, request.slots, request.state_number = request_id, records, WAITING
@@ -419,7 +418,6 @@ cdef class EngineBook:
                 f"[{lease.start * BLOCK_NBYTES}, {(lease.start + lease.blocks) * BLOCK_NBYTES})"
             )
         record = EngineSlotRecord.__new__(EngineSlotRecord)
-        record.key = slot.generation
         if not lease.live.take(start, blocks):
             raise RemoteProtocolError(f"a slot at {slot.offset} of {slot.nbytes} bytes overlaps a live slot")
         record.generation, record.lease, record.start, record.blocks = slot.generation, lease, start, blocks
@@ -451,7 +449,7 @@ cdef class EngineBook:
         if state != RELEASED:
             self._slots_in[state] += 1
             return state
-        del client.slots[slot.key]
+        client.slots.take(slot.generation)
         if slot.kept is not None:
             self._unpin(slot.kept)
             return state
@@ -481,7 +479,7 @@ cdef class EngineBook:
         request.state_number = requests.advance(request.state_number, event)
         if was_waiting:
             self._claim_slots(request)
-        del client.requests[request.key]
+        client.requests.take(request.request_id)
         return 0
 
     def abort(self, uint64_t client_id, uint64_t request_id) -> list[EngineEffect]:
@@ -491,7 +489,7 @@ cdef class EngineBook:
 
     cdef list abort_request(self, ClientRecord client, uint64_t request_id):
         """As :meth:`abort`, of a connected client."""
-        cdef RequestRecord request = client.requests.pop(request_id, None)
+        cdef RequestRecord request = client.requests.take(request_id)
         cdef EngineSlotRecord slot
         cdef list effects, released = []
         if request is None:
@@ -729,7 +727,6 @@ cdef class EngineBook:
         if slot.offset != kept.start * BLOCK_NBYTES or slot.nbytes != kept.nbytes:
             raise RemoteProtocolError(f"kept content {slot.generation} is not {slot.nbytes} bytes at {slot.offset}")
         record = EngineSlotRecord.__new__(EngineSlotRecord)
-        record.key = self._next_use
         self.kept.pin(kept)
         record.generation, record.kept, record.start, record.blocks = self._next_use, kept, kept.start, kept.blocks
         record.state_number = PUBLISHED
@@ -853,7 +850,7 @@ cdef class EngineBook:
         cdef list effects = []
         client.unsent_replies.remove(generation)
         slot = client.replies[generation]
-        request = client.requests.get(slot.request_id)
+        request = client.requests.get(<uint64_t><int64_t>slot.request_id)  # -1: of none
         if request is not None and slot.is_copied_out and request.unread_replies:
             request.unread_replies -= 1
         self._free_reply(client, generation)
@@ -907,7 +904,7 @@ cdef class EngineBook:
         cdef uint64_t free = self._replies.free_units, left = free - want.blocks
         if want.blocks <= free and client.reply_blocks + want.blocks <= left:
             return STAYS
-        request = client.requests.get(want.request_id)
+        request = client.requests.get(<uint64_t>want.request_id)  # -1: of none
         if request is not None and request.unread_replies >= UNREAD_REPLIES:
             return UNREAD
         if not client.passing_blocks or (want.blocks <= free and client.passing_blocks + want.blocks <= left):
@@ -941,7 +938,7 @@ cdef class EngineBook:
         client.reply_blocks += want.blocks
         if way == PASSES:
             client.passing_blocks += want.blocks
-            request = client.requests.get(want.request_id)
+            request = client.requests.get(<uint64_t>want.request_id)  # -1: of none
             if request is not None:
                 request.unread_replies += 1
         return slot

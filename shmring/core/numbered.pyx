@@ -55,7 +55,16 @@ cdef class Numbered:
     def __contains__(self, number: int) -> bool:
         return self.find(number) != NULL
 
-    def get(self, number: int):
+    def __iter__(self) -> Iterator[int]:
+        return iter([number for number, _ in self.items()])
+
+    def __getitem__(self, number: int):
+        cdef PyObject* item = self.find(number)
+        if item == NULL:
+            raise KeyError(number)
+        return <object>item
+
+    cpdef object get(self, uint64_t number):  # type: (int) -> Any
         """Returns the object with this number; None if there is none."""
         cdef PyObject* item = self.find(number)
         return None if item == NULL else <object>item

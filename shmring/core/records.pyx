@@ -73,7 +73,6 @@ cdef class Piece:
 @cython.no_gc
 cdef class EngineSlotRecord:
     cdef public uint64_t generation
-    cdef object key           # the same as an object, which is there when the slot is forgotten: then nothing is allocated
     cdef public LeaseRecord lease  # type: LeaseRecord | None
     cdef public uint64_t start
     cdef public uint64_t blocks
@@ -94,7 +93,6 @@ cdef class EngineSlotRecord:
 @cython.no_gc
 cdef class RequestRecord:
     cdef public uint64_t request_id
-    cdef object key      # as that of a slot
     cdef public list slots  # type: list[EngineSlotRecord] | None  # None: it has none
     cdef public uint64_t unread_replies  # that its client copies out, and that its caller has not read
     cdef int state_number
@@ -142,8 +140,8 @@ cdef class ClientRecord:
     cdef public uint64_t reply_blocks
     cdef public uint64_t passing_blocks  # of them, that it copies out
     cdef public dict leases  # type: dict[int, LeaseRecord]  # by id
-    cdef public dict slots  # type: dict[int, EngineSlotRecord]  # by generation
-    cdef public dict requests  # type: dict[int, RequestRecord]  # by id
+    cdef public Numbered slots     # EngineSlotRecords, by generation
+    cdef public Numbered requests  # RequestRecords, by id
     cdef public dict replies  # type: dict[int, ReplySlot]  # by generation
     cdef public set unsent_replies  # type: set[int]  # generations: the engine itself is still writing them
     cdef public dict pins  # type: dict[int, int]  # how often it has pinned each content, by generation
@@ -155,7 +153,7 @@ cdef class ClientRecord:
     def __cinit__(self):
         self.last_request_id = -1
         self.connected = True
-        self.leases, self.slots, self.requests, self.replies, self.unsent_replies = {}, {}, {}, {}, set()
+        self.leases, self.slots, self.requests, self.replies, self.unsent_replies = {}, Numbered(), Numbered(), {}, set()
         self.pins = {}
 
     @property

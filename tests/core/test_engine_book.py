@@ -815,7 +815,8 @@ def forget_a_quarantine(book: EngineBook) -> None:
 
 
 def forget_a_slot(book: EngineBook) -> None:
-    del book.clients[1].slots[FIRST]
+    slots = book.clients[1].slots
+    (slots.pop if isinstance(slots, dict) else slots.take)(FIRST)
 
 
 def move_a_slot(book: EngineBook) -> None:

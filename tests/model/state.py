@@ -67,6 +67,11 @@ DERIVED: dict[str, tuple[str, ...]] = {
 }
 #: Of a frontend's compiled book, what Python does not see.
 HIDDEN = {"_submitted": slots_with_engine, "_others": slots_here}
+#: What the compiled code has in tables by number, which have no order of their own.
+BY_NUMBER = {
+    "slots": lambda client: dict(sorted(client.slots.items())),
+    "requests": lambda client: dict(sorted(client.requests.items())),
+}
 #: What a book answers about itself; its counts of slots and leases by state come beside.
 ANSWERS: dict[str, tuple[str, ...]] = {
     "EngineBook": ("waiting_lease_requests", "reply_free_nbytes"),
@@ -110,8 +115,8 @@ def _copy_of(kind: type) -> _Copy | None:
     name = next(base.__name__ for base in kind.__mro__ if base.__name__ in FIELDS or hasattr(base, "runs"))
     if name not in FIELDS:
         return lambda value: [getattr(value, "start", None), getattr(value, "length", None), *value.runs()]
-    hidden = HIDDEN if issubclass(kind, ClientBook) else {}
-    fields = [(field, hidden.get(field, operator.attrgetter(field))) for field in FIELDS[name]]
+    special = HIDDEN if issubclass(kind, ClientBook) else BY_NUMBER if name == "ClientRecord" else {}
+    fields = [(field, special.get(field, operator.attrgetter(field))) for field in FIELDS[name]]
     answers = [(answer, operator.attrgetter(answer)) for answer in ANSWERS.get(name, ())]
     add = _ADDS.get(name)
 

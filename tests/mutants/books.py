@@ -297,8 +297,8 @@ FAULTS = (
         ),
         (
             "one request more than max_inflight is taken",
-            "<uint64_t>len(client.requests) >= self._max_inflight",
-            "<uint64_t>len(client.requests) > self._max_inflight",
+            "client.requests.count >= self._max_inflight",
+            "client.requests.count > self._max_inflight",
             "tests/core/test_engine_book.py::test_requests_in_flight_are_bounded",
         ),
         (

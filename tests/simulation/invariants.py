@@ -165,7 +165,7 @@ def _check_leases(client: ClientRecord, session: Session) -> None:
 
 def _check_submitted(engine: Engine, client: ClientRecord, session: Session) -> None:
     """What a frontend has handed over, the engine has, or a record says so that is under way, in whichever direction."""
-    there = client.slots.keys() | engine.book.kept.by_generation.keys()
+    there = {*client.slots, *engine.book.kept.by_generation}
     records = (*session.wire.to_engine, *session.wire.to_frontend)
     for generation in slots_with_engine(session.book).keys() - there:
         named = generation.to_bytes(8, "big"), generation.to_bytes(8, "little")  # as an int of msgpack, and in a slot's numbers
