@@ -46,11 +46,12 @@ cdef struct Growing:
 
 
 cdef struct TensorMemory:
-    # Functions of torch's own C interface, which return 0 if they succeed; and the offset of their argument in a tensor's
-    # object.
+    # Functions of torch's, of which those of its C interface return 0 if they succeed; and the offset of their argument in a
+    # tensor's object.
     int (*storage_nbytes)(void*, int64_t*) noexcept
     int (*storage_offset)(void*, int64_t*) noexcept
     int (*data_address)(void*, void**) noexcept
+    uint8_t (*is_negative)(void*) noexcept  # whether a tensor is negated lazily, when it is read: DLPack does not say this
     uint64_t place
 
 
@@ -175,7 +176,6 @@ cdef class Packer:
         table: that table, ``__dlpack_c_exchange_api__``; None: there is none, and ``describe`` is asked.
         tensor_memory: the numbers of a :cpp:struct:`TensorMemory`, in its order; DLPack does not say how large a storage is. None: as
             without a table.
-        is_negative: returns whether torch negates a tensor lazily when it is read; DLPack does not say this.
         describe: called with any other value; returns a :class:`Part`, or what to encode in its place. ``TypeError``: it
             can't be sent.
         copy_strided: ``copy_strided(part, address)`` copies a part whose bytes are not contiguous host memory.
@@ -189,7 +189,6 @@ cdef class Packer:
     cdef tuple _tensor_types
     cdef DLPackExchangeAPI* _table
     cdef TensorMemory _memory
-    cdef object _is_negative
     cdef object _describe
     cdef object _copy_strided
     cdef object _copy_past_cache
@@ -206,8 +205,7 @@ cdef class Packer:
         max_values: int,
         tensor_types: tuple[type, ...],
         table,
-        tensor_memory: tuple[int, int, int, int] | None,
-        is_negative: Callable[[Any], bool],
+        tensor_memory: tuple[int, int, int, int, int] | None,
         describe: Callable[[object], object],
         copy_strided: Callable[[Part, int], object],
         copy_past_cache: Callable[[int, int, int], object],
@@ -217,13 +215,12 @@ cdef class Packer:
         self._bounds = bounds_of(max_tensors, max_values)
         self._max_payload_nbytes = max_payload_nbytes
         self._tensor_types = tensor_types
-        self._is_negative = is_negative
-        cdef uint64_t numbers[4]
+        cdef uint64_t numbers[5]
         if table is not None and tensor_memory is not None:
             self._table = <DLPackExchangeAPI*>PyCapsule_GetPointer(table, "dlpack_exchange_api")
             if self._table.header.version.major != 1:
                 self._table = NULL
-            numbers[0], numbers[1], numbers[2], numbers[3] = tensor_memory
+            numbers[0], numbers[1], numbers[2], numbers[3], numbers[4] = tensor_memory
             memcpy(&self._memory, numbers, sizeof(numbers))
         self._describe = describe
         self._copy_strided = copy_strided
@@ -467,8 +464,6 @@ cdef class Packer:
             self._table.dltensor_from_py_object(<void*>tensor, described)
         except (RuntimeError, BufferError):
             return None
-        # DLPack does not report torch's lazy conjugation and negation. Asking torch takes as long as all the rest, and lets
-        # other threads run, so it is not asked about a tensor that was just made in a slot.
         address = <uint64_t>described.data + described.byte_offset
         is_on_host = described.device.device_type == ON_CPU
         is_ours = self._held is not None and self._held.has_made(tensor, address)
@@ -495,9 +490,9 @@ cdef class Packer:
         part.source = tensor
         part.spelling = b""
         part.nbytes = nbytes
-        if is_plain and not is_ours:
-            is_plain = not self._is_negative(tensor)
-        if is_plain and (described.dtype.code != _COMPLEX or not tensor.is_conj()):
+        # DLPack does not report torch's lazy negation and conjugation.
+        if is_plain and not self._memory.is_negative(<uint8_t*><void*>tensor + self._memory.place) \
+                and (described.dtype.code != _COMPLEX or not tensor.is_conj()):
             part.location = address
             part.address = address if is_on_host else 0
         return part

@@ -70,7 +70,6 @@ def make_packer(max_tensors: int, max_payload_nbytes: int, max_values: int = MAX
         _TENSOR_TYPES,
         getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
         _tensor_memory(),
-        torch.Tensor.is_neg,
         _describe,
         _copy_strided,
         copy_past_cache,
@@ -81,15 +80,17 @@ def make_packer(max_tensors: int, max_payload_nbytes: int, max_values: int = MAX
 
 
 @functools.cache
-def _tensor_memory() -> tuple[int, int, int, int] | None:
-    """Returns the functions by which the packer asks a tensor for its storage in some nanoseconds; None: this torch has none.
+def _tensor_memory() -> tuple[int, int, int, int, int] | None:
+    """Returns the functions by which the packer asks a tensor for its storage in some nanoseconds; None: this torch lacks one.
 
-    The functions are of torch's stable C interface. Their argument is the address of a pointer inside of a tensor's object. It
-    is found by searching the object for the value of ``_cdata``.
+    They are of torch's stable C interface, but for ``bool at::native::is_neg(const at::Tensor&)``, whose name holds the types
+    of its arguments. Their argument is the address of a pointer inside of a tensor's object. It is found by searching the
+    object for the value of ``_cdata``.
     """
     torch_library = ctypes.CDLL(torch._C.__file__)
-    names = ("storage_size", "storage_offset", "data_ptr")
-    functions = [getattr(torch_library, f"aoti_torch_get_{name}", None) for name in names]
+    stable = [f"aoti_torch_get_{name}" for name in ("storage_size", "storage_offset", "data_ptr")]
+    names = [*stable, "_ZN2at6native6is_negERKNS_6TensorE"]
+    functions = [getattr(torch_library, name, None) for name in names]
     addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in functions if function is not None]
     probes = [kind(torch.empty(1)) for kind in _TENSOR_TYPES]
     places = [
@@ -99,8 +100,8 @@ def _tensor_memory() -> tuple[int, int, int, int] | None:
     ]
     if len(addresses) != len(names) or len(places) != 1:
         return None
-    storage_nbytes, storage_offset, data_address = (address or 0 for address in addresses)
-    return storage_nbytes, storage_offset, data_address, places[0]
+    storage_nbytes, storage_offset, data_address, is_negative = (address or 0 for address in addresses)
+    return storage_nbytes, storage_offset, data_address, is_negative, places[0]
 
 
 def make_decoder(payload_type: Any = Any, *, writable: bool = False) -> PayloadDecoder:

@@ -69,8 +69,14 @@ FAULTS = (
         ),
         (
             "a tensor that is to be conjugated is sent as it lies",
-            "if is_plain and (described.dtype.code != _COMPLEX or not tensor.is_conj())",
-            "if is_plain",
+            "and (described.dtype.code != _COMPLEX or not tensor.is_conj()):",
+            "and True:",
+            "tests/memory/test_payload.py::test_views_arrive_and_the_callers_tensor_stays_as_it_was",
+        ),
+        (
+            "a tensor that is to be negated is sent as it lies",
+            "not self._memory.is_negative(<uint8_t*><void*>tensor + self._memory.place)",
+            "True",
             "tests/memory/test_payload.py::test_views_arrive_and_the_callers_tensor_stays_as_it_was",
         ),
         (
