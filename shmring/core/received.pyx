@@ -76,7 +76,6 @@ cdef class ContentRegions:
     cdef readonly uint64_t client_id
     cdef Regions _regions
     cdef Mapping _mapping
-    cdef Lent* _inline
     cdef Lent** _slots       # by number; NULL: no view was made yet
     cdef Lent* _few[2]
     cdef bint is_copied_out  # its views show copies of the slots, which may be given back at once
@@ -84,8 +83,6 @@ cdef class ContentRegions:
 
     def __dealloc__(self) -> None:
         cdef uint32_t slot
-        if self._inline != NULL:
-            drop_region(self._inline)
         if self._slots == NULL:
             return
         for slot in range(self.content.slot_count):
@@ -101,9 +98,7 @@ cdef class ContentRegions:
         cdef uint32_t slot
         if not number:
             if not content.is_copied_to_slot:
-                if self._inline == NULL:
-                    self._inline = copy_region(PyBytes_AS_STRING(content.inline), content.inline_nbytes)
-                return self._inline
+                return content.inline_region
             number = content.slot_count
         slot = number - 1
         if self._slots[slot] == NULL:

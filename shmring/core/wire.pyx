@@ -384,7 +384,6 @@ cdef class Content:
 
     cdef readonly bytes payload
     cdef readonly bytes fence
-    cdef readonly bytes inline
     cdef readonly uint32_t tensor_count
     cdef readonly uint64_t value_count
     cdef readonly uint64_t payload_offset   # in the slot of the copied bytes, if payload_nbytes
@@ -392,16 +391,24 @@ cdef class Content:
     cdef readonly bint is_copied_to_slot    # region 0 is the last slot, else the inline bytes
     cdef uint32_t slot_count
     cdef uint64_t inline_nbytes
+    cdef Lent* inline_region                # with the bytes of tensors that travelled in the record; NULL: none did
     cdef SlotNumbers* slot_numbers
     cdef SlotNumbers few_slots[2]
 
     def __cinit__(self) -> None:
         self.slot_numbers = self.few_slots
-        self.payload = self.fence = self.inline = b""
+        self.payload = self.fence = b""
 
     def __dealloc__(self) -> None:
+        if self.inline_region != NULL:
+            drop_region(self.inline_region)
         if self.slot_numbers != self.few_slots:
             free(self.slot_numbers)
+
+    @property
+    def inline(self) -> bytes:
+        """The bytes of tensors that travelled in the record."""
+        return b"" if self.inline_region == NULL else PyBytes_FromStringAndSize(self.inline_region.address, self.inline_nbytes)
 
     cdef int reserve_slots(self, uint64_t count) except -1:
         if count > 2:
@@ -505,7 +512,7 @@ cdef int read_content(Cursor* cursor, Content content, uint64_t members, Bounds 
     cdef const uint8_t* payload
     cdef uint64_t slot_nbytes
     if kind == BINARY:
-        content.inline = PyBytes_FromStringAndSize(<const char*>value.data, value.nbytes)
+        content.inline_region = copy_region(value.data, value.nbytes)
         content.inline_nbytes = value.nbytes
     elif kind == EXTENSION:
         read_slot(&value, content.slot_numbers + content.slot_count)
