@@ -259,7 +259,7 @@ class Client(ClientCalls):
             session = attachment.session
             if self._engines.only is None and session is not None and not request_id:
                 attachment.check_loop()
-                submission = self._submit_now(session.end, payload, packed, request_id)
+                submission = self._submit_now(session.end, payload, packed)
                 if submission is not None:
                     return submission
             del packed

@@ -156,7 +156,7 @@ cdef class ClientBook:
     cdef public bint _request_waits       # whether it says that a caller waits
     cdef public uint64_t _wish_nbytes     # what a caller wanted that did not wait; 0: nothing
     cdef public uint64_t _next_generation
-    cdef object _capacity_nbytes
+    cdef int64_t _capacity_nbytes
     cdef uint64_t lease_end_nbytes        # where the memory that is leased out ends in the address space
     cdef uint64_t _max_leases
     cdef uint64_t _lease_nbytes
@@ -292,7 +292,7 @@ cdef class ClientBook:
 
     cdef ClientSlotRecord acquire_slot(self, uint64_t nbytes, bint held):
         """As :meth:`acquire`."""
-        if nbytes > self._capacity_nbytes:
+        if <int64_t>nbytes > self._capacity_nbytes:
             self.check_capacity(nbytes)
         return None if self._waiters else self.find_slot(nbytes, held)
 

@@ -16,6 +16,18 @@ cdef enum:
     _COUNTED_NBYTES = 256 << 10  # a copy that may be worth counting: the copier knows
 
 
+cdef class CopyBudget:
+    """What may be copied now, in this turn of the loop. ``Copier`` is a subclass.
+
+    Attributes:
+        at_once_nbytes: how much may be copied now, without waiting for a turn.
+        copied_in_turn: whether this turn of the loop has copied enough, or is about to.
+    """
+
+    cdef public uint64_t at_once_nbytes
+    cdef public bint copied_in_turn
+
+
 cdef class ClientCalls:
     """See above; the subclass defines how to wait.
 
@@ -24,9 +36,9 @@ cdef class ClientCalls:
     """
 
     cdef ClientEnd _end      # None: no engine is attached
-    cdef object _copier
+    cdef CopyBudget _copier
 
-    def __init__(self, copier) -> None:
+    def __init__(self, CopyBudget copier not None) -> None:
         self._copier = copier
 
     def _use(self, ClientEnd end: ClientEnd | None) -> None:
@@ -143,16 +155,15 @@ cdef class ClientCalls:
         """
         raise NotImplementedError
 
-    def _submit_now(self, ClientEnd end not None, payload, Packed packed: Packed | None, str name) -> Submission | None:
-        """Submits; None if something has to be waited for. For the subclass.
+    def _submit_now(self, ClientEnd end not None, payload, Packed packed: Packed | None) -> Submission | None:
+        """Submits a request without a name; None if something has to be waited for. For the subclass.
 
         Args:
             end: of the engine's session.
             payload: what to send.
             packed: the same, if that end has packed it just now.
-            name: the caller's own name for the request.
         """
-        return self._submit(end, payload, packed, name)
+        return self._submit(end, payload, packed, "")
 
     def _submit_at_once(
         self, payload, str request_id not None, key: str | bytes | None, str engine: str | None
@@ -162,7 +173,10 @@ cdef class ClientCalls:
         Raises:
             ValueError: this is no name. (An empty one, or one of few characters that are ASCII, is.)
         """
-        if len(request_id) > MAX_NAME_CHARACTERS or not PyUnicode_IS_ASCII(request_id):
+        return self.submit_at_once(payload, request_id, key, engine)
+
+    cdef object submit_at_once(self, object payload, str request_id, object key, str engine):
+        if PyUnicode_GET_LENGTH(request_id) > MAX_NAME_CHARACTERS or not PyUnicode_IS_ASCII(request_id):
             check_name(request_id, "request_id")
         if self._end is None or key is not None or engine is not None:
             return None
@@ -195,7 +209,7 @@ cdef class Submitting(Awaited):  # type: Awaited[Submission]
     cdef PyObject* happen(self) except NULL:
         cdef ClientCalls client = self.client
         payload, self.payload, self.client = self.payload, None, None  # whoever keeps this keeps no views
-        sent = client._submit_at_once(payload, self.name, self.key, self.engine)
+        sent = client.submit_at_once(payload, self.name, self.key, self.engine)
         if sent is not None:
             return owned(sent)
         return self.wait_in(client._submit_in_turn(payload, self.name, self.key, self.engine))

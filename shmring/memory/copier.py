@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from shmring.cancellation import uninterrupted
-from shmring.core.compiled import Mapping, Packed
+from shmring.core.compiled import CopyBudget, Mapping, Packed
 from shmring.line import Line
 
 __all__ = ["Copier"]
@@ -27,7 +27,7 @@ _TURN_NBYTES = 12 << 20  # of long copies, sent one after the other, before the 
 _Result = TypeVar("_Result")
 
 
-class Copier:
+class Copier(CopyBudget):
     """Copies packed payloads.
 
     Args:
@@ -36,8 +36,6 @@ class Copier:
 
     Attributes:
         offload_nbytes: as given.
-        at_once_nbytes: how much may be copied now, without waiting for a turn.
-        copied_in_turn: whether this turn of the loop has copied enough, or is about to.
     """
 
     def __init__(self, threads: int, offload_nbytes: int) -> None:
