@@ -891,8 +891,8 @@ async def test_an_engine_without_descriptors_says_so_once_however_often_frontend
 
     with monkeypatch.context() as patch:
         patch.setattr("shmring.ring.handshakes.sealed_rings", refuse)
-        with pytest.raises(shmring.EngineDeadError, match="its log says why"):
-            await connect(connect_timeout_s=0.2)
+        with pytest.raises(shmring.EngineDeadError, match=r"its log says why|did not answer"):  # the time may end in an attempt
+            await connect(connect_timeout_s=2.0)
     assert ring.statistics().refused > 1
     assert len([message for message in caplog.messages if "Too many open files" in message]) == 1
     assert await (await connect()).request(1, timeout=5) == 1
@@ -991,7 +991,7 @@ async def test_a_frontend_that_cannot_be_admitted_leaks_nothing_and_another_can(
 
     with monkeypatch.context() as patch:
         patch.setattr(f"shmring.ring.handshakes.{failing}", refuse)
-        with pytest.raises(shmring.EngineDeadError, match="its log says why|did not answer"):  # the time may end in an attempt
+        with pytest.raises(shmring.EngineDeadError, match=r"its log says why|did not answer"):  # the time may end in an attempt
             await connect(connect_timeout_s=0.05)
         await eventually(lambda: ring.statistics().refused > 0)
     await eventually(lambda: descriptors() == before)
