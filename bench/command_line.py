@@ -22,7 +22,7 @@ from bench.children import BenchError, on_uvloop
 from bench.columns import READING
 from bench.machine import ROOT, Machine
 from bench.plan import Plan, Runs
-from bench.results import Coverage, Findings, Table, format_nbytes, write_json
+from bench.results import Coverage, Findings, Table, write_json
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -159,23 +159,14 @@ def show(findings: Findings) -> None:
         if not findings.coverage.complete:
             stdout.print(gaps_table(findings.coverage).rich())
         stdout.print(f"{findings.coverage.summary()}.", highlight=False)
-    if findings.machine is not None:
-        stdout.print(machine_line(findings.machine), highlight=False)
+    if (machine := findings.machine) is not None:
+        where = f"{machine.cpu}, {machine.cores} cores, {machine.memory_nbytes / 2**30:.0f} GiB; {machine.software}"
+        stdout.print(f"{where}; shmring {machine.shmring}, commit {machine.commit}", highlight=False)
 
 
 def gaps_table(coverage: Coverage) -> Table:
     columns = ["case", "without", "what became of it"]
     return Table("missing", columns, list(coverage.lines()), texts=tuple(columns))
-
-
-def machine_line(machine: Machine) -> str:
-    commit = f", commit {machine.commit}" if machine.commit else ""
-    return (
-        f"{machine.cpu}, {machine.cores} cores, {machine.memory_nbytes / 2**30:.0f} GiB of memory, last-level cache "
-        f"{format_nbytes(machine.cache_nbytes)}; Linux {machine.kernel}, {machine.libc}, Python {machine.python}, torch "
-        f"{machine.torch}, numpy {machine.numpy}, msgspec {machine.msgspec}, uvloop {machine.uvloop}; shmring "
-        f"{machine.shmring}{commit}"
-    )
 
 
 def conclude(findings: Findings) -> None:

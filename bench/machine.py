@@ -51,6 +51,14 @@ class Machine(msgspec.Struct, frozen=True):
     libc: str = ""
     cache_nbytes: int = 0
 
+    @property
+    def software(self) -> str:
+        """In words; of the kernel without its build."""
+        return (
+            f"Linux {self.kernel.partition('-')[0]}, {self.libc}, Python {self.python}, torch {self.torch}, "
+            f"numpy {self.numpy}, msgspec {self.msgspec}, uvloop {self.uvloop}"
+        )
+
     @classmethod
     def here(cls) -> Machine:
         """Describes this machine, the versions in use, and the commit if this is a checkout."""

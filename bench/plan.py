@@ -43,7 +43,7 @@ class Plan:
         titles: of subjects; one without has its name for a title.
         title: of a case.
         notes: what is to be known of every run; how often and how long is said before them.
-        results: makes what a plot draws, or a later run is compared with.
+        results: makes what a plot draws.
     """
 
     mode: str

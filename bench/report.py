@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-import click
 import msgspec
 
 from bench import plots
@@ -99,10 +98,6 @@ Each but the last stores with `--json bench/results/NAME.json`; `make bench-all`
 _NAMES = {"gpu": "GPU", "sglang": "SGLang", "vllm": "vLLM", "vllm-workers": "vLLM-workers"}
 
 
-class ReportError(click.ClickException):
-    """There is nothing to report, or a file holds something else."""
-
-
 class _Allowance(msgspec.Struct, frozen=True):
     percent: float
     why: str
@@ -136,10 +131,7 @@ def build(results_directory: Path, docs_directory: Path) -> list[Path]:
     """
     stored = read(results_directory)
     if (findings := stored.get("transport")) is not None and findings.mode == "transport":
-        try:
-            drawn = msgspec.convert(findings.results, list[Stored])
-        except msgspec.ValidationError as error:
-            raise _wrong(results_directory / "transport.json", error) from error
+        drawn = msgspec.convert(findings.results, list[Stored])
         plots.draw_overview(drawn, findings.machine, docs_directory / "speed.svg")
     written = []
     for name, text in pages(stored, Budget.read()).items():
@@ -212,9 +204,7 @@ class _Machines:
     @staticmethod
     def _row(machine: Machine) -> tuple[str, ...]:
         memory = f"{machine.memory_nbytes / 2**30:.0f} GiB, {format_nbytes(machine.cache_nbytes)}"
-        software = f"Linux {machine.kernel.partition('-')[0]}, {machine.libc}, Python {machine.python}, torch {machine.torch}"
-        software += f", numpy {machine.numpy}, msgspec {machine.msgspec}, uvloop {machine.uvloop}"
-        return machine.cpu, str(machine.cores), memory, software
+        return machine.cpu, str(machine.cores), memory, machine.software
 
 
 def _commit(machine: Machine) -> str:
@@ -306,16 +296,5 @@ def _day(findings: Findings) -> str:
 
 def read(directory: Path) -> _Results:
     """Returns what is stored in a directory, by name."""
-    stored: dict[str, Findings] = {}
-    for path in sorted(directory.glob("*.json"), key=lambda path: path.stem):
-        try:
-            stored[path.stem] = msgspec.json.decode(path.read_bytes(), type=Findings)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _wrong(path, error) from error
-    if not stored:
-        raise ReportError(f"no results in {directory}: python -m bench transport --json {directory / 'transport.json'}")
-    return stored
-
-
-def _wrong(path: Path, error: Exception) -> ReportError:
-    return ReportError(f"{path} holds no results of a benchmark: {error}; measure again, or remove it")
+    paths = sorted(directory.glob("*.json"), key=lambda path: path.stem)
+    return {path.stem: msgspec.json.decode(path.read_bytes(), type=Findings) for path in paths}

@@ -74,10 +74,6 @@ class Coverage(msgspec.Struct, frozen=True):
                 gaps.append(Gap(*key, there, status, reason))
         return cls(planned, gaps)
 
-    def __add__(self, other: Coverage) -> Coverage:
-        """That of both together, whose cases or subjects differ."""
-        return Coverage([*self.planned, *other.planned], [*self.gaps, *other.gaps])
-
     @property
     def complete(self) -> bool:
         return not self.gaps
@@ -184,8 +180,8 @@ class Findings(msgspec.Struct, frozen=True):
     """A run, as it is stored.
 
     Attributes:
-        results: what a plot draws, or what a later run is compared with; None where there is neither. Nothing else is ever
-            read again, so nothing else is stored: no single repetitions, and no single requests.
+        results: what a plot draws; None where there is none. Nothing else is ever read again, so nothing else is stored: no
+            single repetitions, and no single requests.
         command: what was typed; empty: that of the mode, without options.
         coverage: what was planned, and what is missing of it; None in results that are older than the record.
     """

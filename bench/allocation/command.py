@@ -1,36 +1,28 @@
-"""``python -m bench allocator``: how full the slab gets, beside the targets and beside the stored run, and what placing costs.
+"""``python -m bench allocator``: how full the slab gets, and what placing a slot costs.
 
-A fill depends on nothing but the seeds and the code, so it may not be less than the stored run says, without any tolerance.
+A fill depends on nothing but the seeds and the code: who stores it anew sees by ``git diff`` whether it is another one.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
-
-import msgspec
 
 from bench import columns
 from bench.allocation.measures import FILLED, LEASED, OURS, Timed, first_failure
 from bench.allocation.traces import LIFETIMES
 from bench.columns import Column, compare, cross
 from bench.command_line import benchmark
-from bench.machine import ROOT
 from bench.plan import Plan, Runs, Timing
 from bench.repetitions import Measured
-from bench.results import Findings, Table
+from bench.results import Table
 from bench.targets import Known, Numbers, Target, medians
 
 _SEEDS, _BATCHES = 300, 15
 _SLAB_NBYTES, _LARGE_SLAB_NBYTES = 4 << 30, 32 << 30
 _MANY_LIVE = 10_000
-
-#: The run that the others are held against.
-STORED = ROOT / "bench" / "results" / "allocator.json"
 
 
 class Filled(NamedTuple):
@@ -54,21 +46,12 @@ class Live(NamedTuple):
         return f"{self.slots:,} slots live"
 
 
-class Fill(msgspec.Struct, frozen=True):
-    """How full slabs got, as shares of them, in so many traces."""
+class Fill(NamedTuple):
+    """How full slabs got, as shares of them."""
 
     mean: float
     p1: float
     minimum: float
-    samples: int
-
-
-class Stored(msgspec.Struct, frozen=True):
-    """A fill as it is stored, for later runs to be compared with."""
-
-    subject: str
-    filled: Filled
-    fill: Fill
 
 
 def measure(case: Filled | Live, name: str) -> Fill | float:
@@ -80,7 +63,7 @@ def measure(case: Filled | Live, name: str) -> Fill | float:
     seeds = max(10, min(_SEEDS, _SEEDS * _SLAB_NBYTES // case.slab_nbytes))
     place = FILLED[name].create, LIFETIMES[case.lifetime], case.slab_nbytes
     shares = sorted(first_failure(*place, seed) for seed in range(seeds))
-    return Fill(sum(shares) / seeds, shares[seeds // 100], shares[0], seeds)
+    return Fill(sum(shares) / seeds, shares[seeds // 100], shares[0])
 
 
 # -- as people read it -----------------------------------------------------------------------------------------------------
@@ -116,24 +99,6 @@ FILL_TARGETS = (
 )
 
 
-def beside_stored(stored: Sequence[Stored]) -> Iterator[Target]:
-    """Yields that each slab gets as full as in a stored run: a target of the means, and one of the minimums.
-
-    Only the same traces have the same mean. A run of fewer has no lower minimum, since its traces are the first of the others.
-    """
-
-    def more(fills: Measured, part: str) -> Numbers:
-        for before in stored:
-            for run in fills.get(before.filled, {}).get(before.subject, ()):
-                if run.samples == before.fill.samples or (part == "minimum" and run.samples < before.fill.samples):
-                    difference = getattr(run, part) - getattr(before.fill, part)
-                    yield f"{_TITLES[before.subject]}, {before.filled.title}", 100 * difference
-
-    for part in ("mean", "minimum"):
-        what = f"{part} fill, beside the stored run"
-        yield Target(what, "all that fill", 0, "% of the slab", functools.partial(more, part=part))
-
-
 def _cases() -> Iterator[tuple[Filled | Live, list[str]]]:
     for nbytes, lifetime in itertools.product((_SLAB_NBYTES, _LARGE_SLAB_NBYTES), LIFETIMES):
         yield Filled(lifetime, nbytes), [name for name in FILLED if nbytes == _SLAB_NBYTES or name not in LEASED]
@@ -147,21 +112,13 @@ COST_TARGET = Target(
     medians(OURS, float, {"median": Live(_MANY_LIVE)}), at_least=False,
 )  # fmt: skip
 
-_TARGETS = (*FILL_TARGETS, COST_TARGET)
-
 PLAN = Plan(
     mode="allocator",
     cases=dict(_cases()),
     timing=Timing(1),
     titles=_TITLES,
     tables=_tables,
-    targets=_TARGETS,
-    results=lambda measured: [
-        Stored(name, case, run)
-        for case, of_case in measured.items()
-        if isinstance(case, Filled)
-        for name, (run,) in of_case.items()
-    ],
+    targets=[*FILL_TARGETS, COST_TARGET],
     notes=[
         "Fill: the bytes that were asked for, divided by the slab. Sizes are log-uniform, from 64 KB to 200 MB. In a trace, "
         "the slots that exist at the same time grow from half of the slab to more than it holds. Meanwhile its content is "
@@ -177,8 +134,5 @@ PLAN = Plan(
 
 @benchmark(PLAN)
 def allocator_command(runs: Runs) -> None:
-    """How full the slab gets, also beside the stored run (bench/results/allocator.json), and what placing a slot costs."""
-    stored = msgspec.json.decode(STORED.read_bytes(), type=Findings).results
-    beside = beside_stored(msgspec.convert(stored, list[Stored]))
-    runs.plan = dataclasses.replace(runs.plan, targets=[*_TARGETS, *beside])
+    """How full the slab gets, and what placing a slot costs."""
     runs.measure(measure)

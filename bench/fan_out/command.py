@@ -1,6 +1,6 @@
 """``python -m bench fan-out``: messages to several workers, beside vLLM's MessageQueue.
 
-The command starts a *host* (:mod:`.host`) for each environment that is needed: its own, and vLLM's for the MessageQueue. A host
+The command starts a *host* (:mod:`.ways`) for each environment that is needed: its own, and vLLM's for the MessageQueue. A host
 imports once, and forks an engine for each *cell*; the engine forks the workers. So all peers are measured by the same code
 (:mod:`.measuring`), in processes that have nothing but their own peer open. How each sends and receives is in :mod:`.ways`.
 """
@@ -156,7 +156,7 @@ PLAN = Plan(
 def host(python: str | Path) -> Program:
     """Returns a host of cells, in the environment of a Python."""
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    return Program([str(python), "-m", "bench.fan_out.host"], environment, _CELL_LIMIT_S)
+    return Program([str(python), "-m", "bench.fan_out.ways"], environment, _CELL_LIMIT_S)
 
 
 @benchmark(PLAN)

@@ -14,11 +14,15 @@ import gc
 import importlib
 import os
 import pickle
-from collections.abc import AsyncIterator, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from multiprocessing.context import ForkProcess
 from typing import Any, ClassVar
 
 import shmring
-from bench.fan_out.measuring import PATIENCE_S, Cell, Stamps, Way
+from bench.children import BenchError, settle
+from bench.fan_out.measuring import PATIENCE_S, Cell, Run, Stamps, Way, measure
+from bench.programs import orders
 
 _NAME = "fan-out"
 _POLL_S = 0.005  # longer than a gap of the pace
@@ -167,3 +171,36 @@ WAYS: dict[str, type[Way]] = {
     MESSAGE_QUEUE: _MessageQueue,
     ARENA: _Arena,
 }
+
+
+# -- the host: a program, whose orders are cells ---------------------------------------------------------------------------
+
+
+def _play(cell: Cell, directory: str, answer: Callable[[object], None]) -> None:
+    """In the engine's process."""
+    way = WAYS[cell.subject](cell, directory, Stamps(cell.workers))
+    found: Run | Exception
+    try:
+        found = measure(way)
+    except Exception as error:  # noqa: BLE001 # it has its place among the results
+        found = error
+    finally:
+        way.close()
+    answer(found)
+
+
+def _main() -> None:
+    with contextlib.suppress(ImportError):  # or each engine would, and each worker
+        importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    settle()
+    for cell, answer in orders(Cell):
+        with tempfile.TemporaryDirectory(prefix="shmring-bench-") as directory:
+            engine = ForkProcess(target=_play, args=(cell, directory, answer))
+            engine.start()
+            engine.join()
+            if engine.exitcode:
+                answer(BenchError(f"the engine ended with {engine.exitcode}"))
+
+
+if __name__ == "__main__":
+    _main()

@@ -14,7 +14,6 @@ from click.testing import CliRunner
 
 from bench import plots, report
 from bench.__main__ import OF_A_RELEASE, main
-from bench.allocation.command import Stored as Filled
 from bench.command_line import Command
 from bench.machine import ROOT, Machine
 from bench.messages import Case
@@ -67,8 +66,7 @@ def test_a_person_can_read_the_first_page() -> None:
 def test_what_is_stored_is_what_is_read(path: Path, tmp_path: Path) -> None:
     """No field that no report, plot or comparison knows; no single repetition or request."""
     findings = msgspec.json.decode(path.read_bytes(), type=Findings)
-    kind: Any = {"allocator": list[Filled], "transport": list[Stored]}.get(findings.mode)
-    results = None if kind is None else msgspec.convert(findings.results, kind)
+    results = msgspec.convert(findings.results, list[Stored]) if findings.mode == "transport" else None
     write_json(msgspec.structs.replace(findings, results=results), tmp_path / path.name)
     assert json.loads((tmp_path / path.name).read_bytes()) == json.loads(path.read_bytes())
 
@@ -90,8 +88,7 @@ def test_what_a_page_shows_can_be_measured_again(path: Path) -> None:
     assert {str(row[1]) for table in findings.tables if table.texts == (table.columns[1],) for row in table.rows} <= titles
     if not callable(plan.targets):
         claims = {(target.what, target.at) for target in plan.targets}
-        of_stored = ("mean fill, beside the stored run", "minimum fill, beside the stored run")
-        assert {(each.what, each.at) for each in findings.targets if each.what not in of_stored} <= claims
+        assert {(each.what, each.at) for each in findings.targets} <= claims
 
 
 # -- how they are made ---------------------------------------------------------------------------------------------------
@@ -177,19 +174,6 @@ def test_pages_and_the_readmes_plot_are_written(tmp_path: Path, monkeypatch: pyt
     assert paths == [tmp_path / "docs" / "speed.svg"]
     assert outcome.stdout.split() == [str(tmp_path / "docs" / name) for name in ("benchmarks.md", "benchmarks/peers.md")]
     assert "## Transport" in (tmp_path / "docs" / "benchmarks" / "peers.md").read_text()
-
-
-@for_each("content", ["{}", "[", '{"mode": "transport", "results": [1]}', '{"mode": "x", "tables": [1]}'])
-def test_a_file_that_holds_something_else_is_an_error(tmp_path: Path, content: str) -> None:
-    (tmp_path / "transport.json").write_text(content)
-    outcome = CliRunner().invoke(main, ["report", "--results", str(tmp_path), "--docs", str(tmp_path / "docs")])
-    assert outcome.exit_code == 1
-    assert "transport.json holds no results of a benchmark" in outcome.stderr
-
-
-def test_nothing_to_report_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(report.ReportError, match="python -m bench transport --json"):
-        report.build(tmp_path, tmp_path / "docs")
 
 
 # -- a release -----------------------------------------------------------------------------------------------------------
