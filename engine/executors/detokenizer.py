@@ -17,6 +17,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shmring.engine.protocol import TokenLogprobs
+
 __all__ = ["Detokenizer", "TokenBytes"]
 
 _REPLACEMENT = "\ufffd"
@@ -93,6 +95,11 @@ class TokenBytes:
             if token not in self._found:
                 self._found[token] = self._find(token)
         return [self._found[token] for token in tokens]
+
+    def describe(self, token: int, logprob: float, likeliest: Sequence[tuple[int, float]]) -> TokenLogprobs:
+        """Says how likely a token was, and the likeliest ones, given by their numbers."""
+        content, *others = self.of([token, *(other for other, _ in likeliest)])
+        return TokenLogprobs(content, logprob, [(other, of) for other, (_, of) in zip(others, likeliest, strict=True)])
 
     def _find(self, token: int) -> bytes:
         text = self._decode([*self._before, token])

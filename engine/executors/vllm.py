@@ -296,9 +296,7 @@ def _reply(request: _Request, answer: _Answer, piece: Any, contents: TokenBytes)
 def _token_logprobs(contents: TokenBytes, chosen: int, likely: Mapping[int, Any], count: int) -> TokenLogprobs:
     """Returns how likely a token was, and the likeliest ones. vLLM puts the chosen one beside these."""
     top = sorted((token for token, each in likely.items() if each.rank <= count), key=lambda token: likely[token].rank)
-    content, *others = contents.of([chosen, *top])
-    logprobs = [(other, likely[token].logprob) for other, token in zip(others, top, strict=True)]
-    return TokenLogprobs(content, likely[chosen].logprob, logprobs)
+    return contents.describe(chosen, likely[chosen].logprob, [(token, likely[token].logprob) for token in top])
 
 
 def _output(request: _Request, replies: list[GenerateReply]) -> StepOutput:

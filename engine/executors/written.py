@@ -105,9 +105,7 @@ class Answer:
         self._completion_tokens += 1
         self._unsent.append(token)
         if self.sampler.logprobs is not None:
-            tokens, logprobs = zip(*choice.likeliest, strict=True) if choice.likeliest else ((), ())
-            content, *others = self._contents.of([token, *tokens])
-            self._unsent_logprobs.append(TokenLogprobs(content, choice.logprob, list(zip(others, logprobs, strict=True))))
+            self._unsent_logprobs.append(self._contents.describe(token, choice.logprob, choice.likeliest))
         finish_reason: FinishReason | None = None
         if token in self._ends:
             text, stopped = self._push(self._detokenizer.flush())
