@@ -30,6 +30,7 @@ RAIN = "It rains in Ulm."
 PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4//8/AAX+Av4N70a4AAAAAElFTkSuQmCC"
 SECONDS = 2  # of silence
 HELLO = [{"role": "user", "content": "How is the weather in Ulm?"}]
+LIKELY = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 TOOL = {
     "type": "function",
     "function": {
@@ -128,6 +129,10 @@ def try_responses(url: str, model: str) -> None:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         assert text == stream.get_final_response().output_text == RAIN
     assert isinstance(client.responses.parse(model=model, input="Hello", text_format=Report).output_parsed, Report)
+    likely = client.responses.create(model=model, input=HELLO, tools=[tool], temperature=0, **LIKELY)
+    [text] = likely.output[0].content
+    assert "".join(token.token for token in text.logprobs) == text.text == "I look."
+    assert all(token.top_logprobs[0].logprob == token.logprob for token in text.logprobs)
     going_on = client.responses.create(model=model, input=[returned], previous_response_id=answer.id, tools=[tool])
     assert going_on.output_text == RAIN
     assert client.responses.retrieve(going_on.id).output_text == RAIN
@@ -151,6 +156,10 @@ async def try_responses_async(url: str, model: str) -> None:
     assert events[-1].type == "response.completed"
     [call] = [item for item in events[-1].response.output if item.type == "function_call"]
     assert Weather.model_validate_json(call.arguments).model_dump() == ARGUMENTS
+    stream = await client.responses.create(model=model, input="Hello", temperature=0, stream=True, **LIKELY)
+    deltas = [event async for event in stream if event.type == "response.output_text.delta"]
+    assert all("".join(token.token for token in event.logprobs) == event.delta for event in deltas)
+    assert "".join(event.delta for event in deltas) == RAIN
 
 
 def try_others_of_openai(url: str, model: str) -> None:
