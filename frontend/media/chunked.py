@@ -3,7 +3,7 @@
 An AIFF that was written to a pipe, or whose recorder did not come to its end, has sizes of 0, or as large as can be: its
 samples go to its end. In both formats, a size that is too small is told by what is behind it: if this is neither a chunk nor
 another file, and would be heard, it is samples as well, and the caller is told (as in a WAV,
-:mod:`shmring.frontend.media.riff`).
+:mod:`shmring.frontend.media.riff`). Little-endian samples of an AIFF that have not 16 bits are turned round.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import dataclasses
 import struct
 from collections.abc import Iterator
 
+import numpy as np
+
 from shmring.frontend.media.damage import Shortfall, taken_for_samples
 from shmring.frontend.media.signatures import is_another_file
 
@@ -19,7 +21,9 @@ __all__ = ["sizes_set_right"]
 
 _IGNORED_S = 0.1  # what follows the samples, and is no more than this, may be a tag of some kind or filling
 _LARGEST_OF_AIFF = 0x7FFF_FFFF
+_MAX_CHUNKS = 10_000  # there are about ten; each costs a microsecond
 _BIAS = 16383 + 63  # of the exponent of a number of 80 bits
+_LITTLE_ENDIAN, _BIG_ENDIAN = b"sowt", {8: b"NONE", 24: b"in24", 32: b"in32"}  # kinds of samples, by their bits
 _Written = tuple[int, bytes]
 
 
@@ -46,8 +50,9 @@ def sizes_set_right(demuxer: str, view: memoryview) -> tuple[tuple[_Written, ...
         view: the file.
     """
     if demuxer == "aiff":
-        written = _endless_aiff(view)
-        return (written, ()) if written else _longer(view, _samples_of_aiff(view), 4)
+        endless = _endless_aiff(view)
+        written, shortfalls = (endless, ()) if endless else _longer(view, _samples_of_aiff(view), 4)
+        return (*written, *_big_endian(view)), shortfalls
     return _longer(view, _samples_of_caf(view), 8) if demuxer == "caf" else ((), ())
 
 
@@ -69,7 +74,9 @@ def _longer(view: memoryview, samples: _Samples | None, width: int) -> tuple[tup
 
 def _chunks(view: memoryview, place: int, width: int) -> Iterator[tuple[bytes, int, int]]:
     """Yields the name of each chunk, where its content begins, and where it says that it ends; up to what can't be one."""
-    while place + 4 + width <= len(view) and all(0x20 <= byte < 0x7F for byte in view[place : place + 4]):
+    for _ in range(_MAX_CHUNKS):
+        if place + 4 + width > len(view) or not all(0x20 <= byte < 0x7F for byte in view[place : place + 4]):
+            return
         begin = place + 4 + width
         end = begin + int.from_bytes(view[place + 4 : begin], "big")
         yield bytes(view[place : place + 4]), begin, end
@@ -88,6 +95,22 @@ def _endless_aiff(view: memoryview) -> tuple[_Written, ...]:
                 return ()
             sizes = (4, (len(view) - 8).to_bytes(4, "big")), (begin - 4, (len(view) - begin).to_bytes(4, "big"))
             return sizes[0], *written, sizes[1]
+    return ()
+
+
+def _big_endian(view: memoryview) -> tuple[_Written, ...]:
+    """What to write in an AIFF of little-endian samples, which libav takes for those of 16 bits, if they have others."""
+    written: list[_Written] = []
+    nbytes = 0
+    for name, begin, _ in _chunks(view, 12, 4):
+        bits = int.from_bytes(view[begin + 6 : begin + 8], "big")
+        if name == b"COMM" and bytes(view[begin + 18 : begin + 22]) == _LITTLE_ENDIAN and bits in _BIG_ENDIAN:
+            nbytes = bits // 8
+            written = [(begin + 18, _BIG_ENDIAN[bits])]
+        if name == b"SSND" and nbytes:
+            samples = view[begin + 8 :]
+            whole = np.frombuffer(samples[: len(samples) // nbytes * nbytes], np.uint8).reshape(-1, nbytes)
+            return *written, (begin + 8, whole[:, ::-1].tobytes())
     return ()
 
 

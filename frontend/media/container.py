@@ -73,7 +73,7 @@ VIDEO_DECODERS = frozenset(
 
 _ACCEPTED = {
     "recording": "WAV, AIFF, CAF, FLAC, MP3, AAC, Ogg, MP4/QuickTime, Matroska/WebM, AVI, MPEG-TS",
-    "clip": "MP4/QuickTime, Matroska/WebM, Ogg, AVI, MPEG-TS, GIF, animated WebP",
+    "clip": "MP4/QuickTime, Matroska/WebM, Ogg, AVI, MPEG-TS, GIF, animated WebP and AVIF",
 }
 
 _PROBE_NBYTES = 1 << 20  # what libav reads ahead to find the parameters of streams; its own default is 5 MB
@@ -221,7 +221,12 @@ def tracks(streams: Sequence[_Stream], what: str, decoders: frozenset[str], demu
     if not accepted:
         listed = ", ".join(dict.fromkeys(names.values()))
         raise MediaError(f"the {what} is encoded with {listed}, which is not accepted")
-    return sorted(accepted, key=lambda stream: not stream.disposition & Disposition.default)
+    # Beside an animation, an AVIF has a picture for those who show none.
+    return sorted(accepted, key=lambda stream: (_is_picture(stream), not stream.disposition & Disposition.default))
+
+
+def _is_picture(stream: AudioStream | VideoStream) -> bool:
+    return stream.frames == 1 and not stream.duration
 
 
 def track_of_piece(candidates: list[_Stream], index: int | None) -> _Stream:

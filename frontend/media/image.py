@@ -59,7 +59,7 @@ from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
 from shmring.frontend.media.options import PictureLimits
 from shmring.frontend.media.signatures import picture_format_of
-from shmring.frontend.media.work import check_work
+from shmring.frontend.media.work import check_work, chunk_of
 
 __all__ = ["FORMATS", "PictureHeader", "decode_into", "picture_errors", "probe"]
 
@@ -136,7 +136,7 @@ def probe(data: bytes, limits: PictureLimits, max_pixels: int | None = None) -> 
         _check_contained(data, known, limits)
     with _open(data, known, limits.max_pixels) as image:
         stored_width, stored_height = image.size
-        orientation = _orientation(image)
+        orientation = _orientation(image, data)
         name = image.format or "unknown"
         tile = _tile_size(image)
     check_size("the picture", stored_width, stored_height, limits.max_pixels, limits.max_aspect_ratio)
@@ -396,13 +396,16 @@ def picture_errors(
         raise MediaError(f"the {noun} is damaged or truncated: {str(error) or type(error).__name__}") from error
 
 
-def _orientation(image: Image.Image) -> int:
+def _orientation(image: Image.Image, data: bytes) -> int:
     """EXIF's orientation, 1 where there is none that makes sense. Damaged EXIF does not make a picture unusable."""
     if image.format == "TIFF":
         return 1  # Pillow turns these itself, and says so in their size
     try:
         # Not PngImageFile.getexif, which decodes the whole picture to find EXIF behind the pixels.
-        orientation = Image.Image.getexif(image).get(ExifTag.Orientation)
+        exif = Image.Image.getexif(image)
+        if image.format == "PNG" and not exif and (behind := chunk_of(data, b"eXIf")):
+            exif.load(behind)
+        orientation = exif.get(ExifTag.Orientation)
     except Exception:  # noqa: BLE001 - the parser of EXIF raises nearly anything, as the plugins do
         return 1
     return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1
@@ -491,6 +494,8 @@ class _Reader:
             band = Image.fromarray(high.astype(np.uint8))
         elif band.mode in ("I", "F"):
             raise MediaError(f"pictures of mode {band.mode} (32 bits a sample) have no agreed range; send 8 or 16 bits")
+        elif band.mode == "La":  # Pillow multiplies nothing out where it converts it to anything else
+            band = band.convert("LA")
         if not self._has_alpha:
             return np.asarray(self._srgb(band))
         clear = band.convert("RGBA")

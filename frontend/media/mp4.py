@@ -176,10 +176,10 @@ def contradictions(stream: AudioStream | VideoStream, data: memoryview) -> list[
     """
     tables = _tables_of(data, stream.index)
     lacking = sorted(name.decode() for name in _TABLES - tables.keys())
-    if tables and lacking:
+    if lacking and tables.keys() - {b"mvhd"}:
         cause = f"its index is damaged: it has no {', '.join(lacking)}"
         return [Shortfall(missing=0, promised=0, unit="", cause=cause)]
-    if not tables:
+    if lacking:
         return []
     times = tables[b"stts"].entries(2)
     num_chunks = len(tables[b"stco"].entries(tables[b"stco"].width))
@@ -190,7 +190,8 @@ def contradictions(stream: AudioStream | VideoStream, data: memoryview) -> list[
         cause = "are not in all tables of its index, which is damaged"
         return [Shortfall(missing=counts[1] - counts[0], promised=counts[1], unit="frames", cause=cause)]
     lasting, said = int(times[:, 0] @ times[:, 1]), tables[b"mdhd"].duration
-    if said and counts[0] > 1 and abs(lasting - said) > _TOLERATED_DIFFERENCE * max(lasting, said):
+    tolerated = max(_TOLERATED_DIFFERENCE * max(lasting, said), said / max(1, counts[0]))
+    if said and counts[0] > 1 and abs(lasting - said) > tolerated:
         cause = f"its index is damaged: by its tables, its frames last for {lasting / said:.3g} times its duration"
         return [Shortfall(missing=0, promised=0, unit="", cause=cause)]
     lasting_s, shown_s = lasting / tables[b"mdhd"].units_a_second, _shown_s(tables)
@@ -250,14 +251,21 @@ class _Table:
 
 
 def _tables_of(data: memoryview, track: int) -> dict[bytes, _Table]:
-    """Returns the tables of a track, by name, and the head of the file; both kinds of sizes and of places by the usual name."""
+    """Returns the tables of a track, by name, and the head of a file without fragments.
+
+    Both kinds of sizes and of places have the name of the usual one.
+    """
     tables: dict[bytes, _Table] = {}
     indexes = [(start, end) for start, name, end in boxes(data) if name == b"moov"]
     inner = [*inner_boxes(data, *indexes[0])] if indexes else []
     outer = [(start, end) for start, name, end in inner if name == b"trak"][track : track + 1]
+    heads = {name: (start, end) for start, name, end in inner if name in (b"mvhd", b"mvex")}
+    if outer and b"mvhd" in heads and b"mvex" not in heads:  # fragments may last longer than the head says
+        start, end = heads[b"mvhd"]
+        if end - start >= 32:
+            tables[b"mvhd"] = _Table(b"mvhd", data[start + 8 : end])
     while outer:
-        heads = [box for box in inner if box[1] == b"mvhd"]
-        for start, name, end in [*inner_boxes(data, *outer.pop()), *heads]:
+        for start, name, end in inner_boxes(data, *outer.pop()):
             if name in (b"edts", b"mdia", b"minf", b"stbl"):
                 outer.append((start, end))
             elif end - start >= 16:

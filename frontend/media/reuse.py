@@ -40,7 +40,7 @@ from shmring.frontend.settings import FrontendSettings
 __all__ = ["Held", "Reuse", "keys_of"]
 
 #: Raise it when a decoder makes something else of the same file.
-_PREPARATION = 4
+_PREPARATION = 5
 
 # Hashing so much takes 0.15 ms, or 0.4 ms on a processor without instructions for it; to wake a thread for it, and then the
 # loop, takes 0.07 ms more.

@@ -10,8 +10,9 @@ to go on, the caller is told. Any other size is a promise.
 Where a second head follows, WAVs were put one behind the other, as the parts of streamed speech are. Those of the same format
 become one file, which promises what its parts promise.
 
-libav takes the samples of a big-endian file (RIFX) for little-endian ones, and the sizes of RF64 for those of its own chunk,
-whether it is there or not. Such a file is handed to it as a plain one.
+libav takes the samples of a big-endian file (RIFX) for little-endian ones, the sizes of RF64 for those of its own chunk,
+whether it is there or not, and whole numbers of 24 bits that are stored in 32 for floating point. Such a file is handed to it
+as a plain one.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _CHUNK_NBYTES = 8  # of its head
 _LARGEST = 0xFFFF_FFFF
 _MAX_FORMAT_NBYTES = 1024  # the usual ones have 16 to 50
 _FORMAT_NUMBERS = (2, 2, 4, 4, 2, 2, 2, 2, 4, 4, 2, 2)  # bytes of each; the last three begin an identifier
+_EXTENSIBLE = b"\xfe\xff"
+_BITS, _USED_BITS = _CHUNK_NBYTES + 14, _CHUNK_NBYTES + 18  # places in the chunk of the format
 _SWAPPED_TAGS = (1, 3, 0xFFFE)  # samples of several bytes: whole numbers, floating point, or what an identifier says
 _IGNORED_S = 0.1  # what follows the samples, and is no more than this, may be a tag of some kind or filling
 _MAX_PARTS = 50_000  # ten minutes in parts of 20 ms are 30 000
@@ -83,14 +86,15 @@ class _Wav:
         return max(1, int.from_bytes(self.format[_CHUNK_NBYTES + 12 : _CHUNK_NBYTES + 14], self.order))
 
     def plain_format(self) -> bytes:
-        """Returns the chunk with its numbers as little-endian ones."""
-        if self.order == "little":
-            return self.format
-        place, swapped = 4, b""
-        for nbytes in (4, *_FORMAT_NUMBERS):
-            swapped += self.format[place : place + nbytes][::-1]
-            place += nbytes
-        return self.format[:4] + swapped + self.format[place:]
+        """Returns the chunk with its numbers as little-endian ones, and all bits of samples as ones that are used."""
+        chunk = self.format
+        if self.order == "big":
+            place, swapped = 4, b""
+            for nbytes in (4, *_FORMAT_NUMBERS):
+                swapped += chunk[place : place + nbytes][::-1]
+                place += nbytes
+            chunk = chunk[:4] + swapped + chunk[place:]
+        return chunk[:_USED_BITS] + chunk[_BITS : _BITS + 2] + chunk[_USED_BITS + 2 :] if _has_unused_bits(chunk) else chunk
 
     def samples(self, data: memoryview) -> memoryview:
         """Returns samples as little-endian ones, which are all there."""
@@ -138,6 +142,15 @@ class _Wav:
             return False
         end += int.from_bytes(data[place + 4 : end], self.order)
         return end <= len(data) or 0 <= self.riff_nbytes + _CHUNK_NBYTES - end <= 1
+
+
+def _has_unused_bits(chunk: bytes) -> bool:
+    """Whether samples use fewer bits than they have, by the format; unused ones are the lowest, and 0."""
+    return (
+        len(chunk) >= _USED_BITS + 2
+        and chunk[_CHUNK_NBYTES:][:2] == _EXTENSIBLE
+        and chunk[_BITS:][:2] != chunk[_USED_BITS:][:2]
+    )
 
 
 def wav_sizes(data: memoryview, max_nbytes: int) -> WavSizes:
@@ -247,6 +260,7 @@ def _read(data: memoryview) -> _Wav | None:
                 place=place,
                 nbytes=nbytes,
                 is_readable=order == "little"
+                and not _has_unused_bits(format_chunk)
                 and (large[1] if is_rf64 else nbytes) == nbytes < 1 << 63
                 and max(large) < 1 << 63,
             )

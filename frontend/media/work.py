@@ -10,11 +10,13 @@ Invariant: counting costs no more than the limits allow. Damage is for the decod
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 
 from shmring.frontend.media.errors import MediaError
 
-__all__ = ["check_work"]
+__all__ = ["check_work", "chunk_of"]
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _JPEG = b"\xff\xd8\xff"
@@ -42,14 +44,29 @@ def check_work(data: bytes, max_scans: int, max_chunks: int) -> None:
 
 
 def _check_png(data: bytes, max_chunks: int) -> None:
+    if next(itertools.islice(_chunks(data), max_chunks - 1, None), None):
+        raise MediaError(
+            f"the picture has more than the {max_chunks} chunks that are accepted (max_image_chunks); save it again as PNG"
+        )
+
+
+def chunk_of(data: bytes, wanted: bytes) -> bytes:
+    """Returns what is in the first chunk of a PNG with this name; nothing if there is none.
+
+    Args:
+        data: the file, whose chunks have been counted.
+        wanted: the name.
+    """
+    return next((data[begin:end] for name, begin, end in _chunks(data) if name == wanted), b"")
+
+
+def _chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yields the name of each chunk of a PNG but the last, and where its content begins and ends."""
     place = len(_PNG)
-    for _ in range(max_chunks):
-        if place + 8 > len(data) or data[place + 4 : place + 8] == b"IEND":
-            return
-        place += 12 + int.from_bytes(data[place : place + 4], "big")  # length, name, content, checksum
-    raise MediaError(
-        f"the picture has more than the {max_chunks} chunks that are accepted (max_image_chunks); save it again as PNG"
-    )
+    while place + 8 <= len(data) and (name := data[place + 4 : place + 8]) != b"IEND":
+        end = place + 8 + int.from_bytes(data[place : place + 4], "big")
+        yield name, place + 8, end
+        place = end + 4  # a checksum
 
 
 def _check_jpeg(data: bytes, max_scans: int, max_segments: int) -> None:

@@ -399,6 +399,20 @@ def test_other_recordings_that_were_joined_are_heard_whole(
     assert "missing" not in sound.shortfall
 
 
+@for_each(("bits", "used", "channels"), [(32, 24, 1), (32, 24, 2), (32, 20, 1), (24, 20, 1), (16, 12, 1), (16, 0, 1)])
+def test_samples_that_use_a_part_of_their_bits(bits: int, used: int, channels: int) -> None:
+    sound = chirp(RATE)
+    whole = np.repeat(np.rint(sound * ((1 << 31) - 1)).astype("<i4"), channels)
+    samples = whole.view(np.uint8).reshape(-1, 4)[:, 4 - bits // 8 :].tobytes()
+    block = channels * bits // 8
+    identifier = bytes.fromhex("0100000000001000800000aa00389b71")
+    chunk = struct.pack("<HHIIHHHHI", 0xFFFE, channels, RATE, RATE * block, block, bits, 22, used, 0) + identifier
+    content = b"WAVEfmt " + struct.pack("<I", len(chunk)) + chunk + b"data" + struct.pack("<I", len(samples)) + samples
+    heard, told = decoded(b"RIFF" + struct.pack("<I", len(content)) + content)
+    assert np.abs(heard - sound).max() < 1e-3
+    assert told.shortfall == ""
+
+
 @for_each(
     ("form", "samples_nbytes", "num_samples"),
     [(0x7F000036, 0x7F000008, 0x7F000000 // 2), (0, 0, 0), (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF), (46, 8, 0)],

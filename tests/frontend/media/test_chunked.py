@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from tests.frontend.media.test_pieces import recording, tone
@@ -25,6 +26,19 @@ def test_samples_behind_the_end_are_heard_and_told(recording_of: Make, container
         assert abs(half @ tone(pitch, 1)) > 0.99 * (half @ half) ** 0.5 * (tone(pitch, 1) @ tone(pitch, 1)) ** 0.5
     assert f"{len(samples)} bytes behind its " in told.shortfall
     assert told.shortfall.endswith("bytes of samples are taken for samples, as they are nothing else")
+
+
+@for_each("nbytes", [1, 2, 3, 4])
+def test_little_endian_samples_of_any_size(recording_of: Make, nbytes: int) -> None:
+    sound = tone(500, 1)
+    samples = (np.rint(sound * ((1 << 31) - 1)).astype("<i4")).view(np.uint8).reshape(-1, 4)[:, 4 - nbytes :].tobytes()
+    made = recording_of(sound, RATE, "aiff", "pcm_s16be")
+    rate = made[made.index(b"COMM") + 16 :][:10]
+    head = b"AIFCCOMM" + struct.pack(">IhIh", 24, 1, len(sound), 8 * nbytes) + rate + b"sowt\0\0"
+    content = head + b"SSND" + struct.pack(">III", 8 + len(samples), 0, 0) + samples
+    heard, told = recording(b"FORM" + struct.pack(">I", len(content)) + content)
+    assert np.abs(heard - sound).max() < 2 / 256
+    assert told.shortfall == ""
 
 
 @for_each(("container", "codec", "nbytes"), FORMATS)

@@ -88,6 +88,25 @@ def test_turning_works_over_many_bands(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(decoded(data), as_pillow_shows_it(data))
 
 
+def test_exif_behind_the_pixels_turns_a_png() -> None:
+    plain = encoded(Image.fromarray(noise()), "PNG")
+    turned = encoded(Image.fromarray(noise()), "PNG", exif=with_orientation(6))
+    start = turned.index(b"eXIf") - 4
+    chunk = turned[start : start + 12 + int.from_bytes(turned[start : start + 4], "big")]
+    end = plain.index(b"IEND") - 4
+    np.testing.assert_array_equal(decoded(plain[:end] + chunk + plain[end:]), np.rot90(noise(), -1))
+
+
+def test_grey_that_was_multiplied_with_its_transparency() -> None:
+    grey, alpha = np.full((4, 4), 200.0), np.full((4, 4), 128)
+    samples = np.dstack([grey * alpha / 255, alpha]).round().astype(np.uint8)
+    fields = [(256, 4), (257, 4), (258, 8 | 8 << 16), (259, 1), (262, 1), (273, 134), (277, 2), (278, 4), (279, 32), (338, 1)]
+    entries = b"".join(struct.pack("<HHII", tag, 3, 1 + (tag == 258), value) for tag, value in fields)
+    data = struct.pack("<4sIH", b"II*\0", 8, len(fields)) + entries + bytes(4) + samples.tobytes()
+    assert len(data) == 134 + 32
+    np.testing.assert_allclose(decoded(data), 228, atol=1)
+
+
 @for_each("orientation", [0, 9, 77])
 def test_an_orientation_that_means_nothing_is_ignored(orientation: int) -> None:
     data = encoded(Image.fromarray(noise()), "JPEG", exif=with_orientation(orientation))

@@ -141,6 +141,11 @@ def test_frames_without_the_one_that_they_begin_with_are_told(clip_of: Make, con
     )
 
 
+def test_a_clip_of_a_few_frames_contradicts_nothing(clip_of: Make) -> None:
+    for count in (1, 2, 3, 5):
+        assert decoded(clip_of(LEVELS[:count]))[1].shortfall == ""
+
+
 @for_each("container", ["mp4", "mov"])
 @for_each("options", [{}, {"movflags": OWN_PLACES}])
 def test_whole_clips_contradict_nothing(clip_of: Make, container: str, options: dict[str, str]) -> None:

@@ -130,6 +130,19 @@ def test_what_an_edit_list_cuts_is_not_shown(clip_of: Clip) -> None:
     assert clip.timestamps_s[:2] == pytest.approx([0, 1 / 25])
 
 
+@for_each("mode", ["RGB", "RGBA"])
+def test_an_animated_avif_is_a_clip(mode: str) -> None:
+    frames = [Image.fromarray(np.full((64, 96, 3), level, np.uint8)).convert(mode) for level in LEVELS[:20]]
+    for frame in frames[1:] if mode == "RGBA" else ():
+        frame.putalpha(128)
+    file = io.BytesIO()
+    frames[0].save(file, "AVIF", save_all=True, append_images=frames[1:], duration=40, quality=95)
+    shown, clip = decoded(file.getvalue(), num_frames=100)
+    assert numbers(shown) == list(range(20))
+    np.testing.assert_allclose(clip.timestamps_s, [number / 25 for number in range(20)], atol=0.002)
+    assert clip.shortfall == ""
+
+
 def test_frames_that_nobody_sees_are_not_counted(clip_of: Clip) -> None:
     file = io.BytesIO()
     with (
