@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import ClassVar
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -35,6 +36,7 @@ DIRECTIVES = {
 }
 
 CFLAGS = "-O3 -fwrapv -DNDEBUG -Wall"
+QUICK_CFLAGS = "-O0 -fwrapv -DNDEBUG -w"
 SHARED = ["-fPIC", "-fno-plt", "-fvisibility=hidden", "-pthread"]  # most calls are of Python's functions, in another library
 
 #: The compiler of the package ziglang. -I: where pip builds, it hides the environment's packages by variables. It compiles for
@@ -70,13 +72,27 @@ def missing(what: str) -> str:
 
 
 class Build(build_ext):
-    """Translates the core to C, under build/, and compiles it with the flags above, on all cores."""
+    """Translates the core to C, under build/, and compiles it with the flags above, on all cores.
+
+    ``--quick``: it is not optimised. The next real build takes nothing of that for its own: it is in a directory apart, and
+    what is put beside the sources seems to be old.
+    """
+
+    user_options: ClassVar = [*build_ext.user_options, ("quick", None, "compile without optimising, to try something")]
+    boolean_options: ClassVar = [*build_ext.boolean_options, "quick"]
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.quick = False
 
     def run(self) -> None:
         if self.inplace or self.editable_mode:  # pip has a new directory each time, in which everything would be compiled anew
-            self.build_lib = self.build_temp = f"build/{sys.implementation.cache_tag}"
+            self.build_lib = self.build_temp = f"build/{sys.implementation.cache_tag}{'-quick' if self.quick else ''}"
         self.parallel = self.parallel or len(os.sched_getaffinity(0))
         super().run()
+        if self.quick:
+            for extension in self.extensions:
+                os.utime(self.get_ext_fullpath(extension.name), (0, 0))
 
     def build_extension(self, ext: Extension) -> None:
         super().build_extension(ext)
@@ -85,7 +101,7 @@ class Build(build_ext):
     def build_extensions(self) -> None:
         write(DECLARATIONS / "shmring/core/compiled.pxd", declarations())
         command = compiler()
-        flags = shlex.split(os.environ.get("CFLAGS", CFLAGS))
+        flags = shlex.split(os.environ.get("CFLAGS", QUICK_CFLAGS if self.quick else CFLAGS))
         self.compiler.set_executables(
             compiler_so=[*command, *flags, *SHARED],
             linker_so=[*command, *flags, "-shared", "-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))],
