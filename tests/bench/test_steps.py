@@ -20,16 +20,17 @@ from shmring.engine.executors.interface import ExecutorOptions
 
 pytest.importorskip("transformers")
 
-from shmring.engine.executors import transformers as executor_module
+from shmring.engine.executors import passes
+from shmring.engine.executors.transformers import TransformersExecutor
 
 
 @pytest.fixture
-def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[executor_module.TransformersExecutor]:
+def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransformersExecutor]:
     """Reads prompts in small pieces, by a clock that it moves: a step costs 1,000 s if it reads a prompt, or 1 s an answer."""
-    monkeypatch.setattr(executor_module, "_PIECE_TOKENS", 7)
-    monkeypatch.setattr(executor_module, "_IDLE_TOKENS", 20)
+    monkeypatch.setattr(passes, "_PIECE_TOKENS", 7)
+    monkeypatch.setattr(passes, "_IDLE_TOKENS", 20)
     path = importlib.import_module("tests.engine.tiny_models").write_tiny_model(tmp_path / "llama", "llama")
-    executor = executor_module.TransformersExecutor(ExecutorOptions(model=str(path)))
+    executor = TransformersExecutor(ExecutorOptions(model=str(path)))
     clock = SimpleNamespace(now=0)
     advance = executor._model.advance
 
@@ -44,13 +45,13 @@ def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[execut
     executor.close()
 
 
-def test_steps_count_in_which_all_answers_are_written(executor: executor_module.TransformersExecutor) -> None:
+def test_steps_count_in_which_all_answers_are_written(executor: TransformersExecutor) -> None:
     found = step_program._measure_case(executor, 40, 3, 50)
     assert found["CPU ms a step, 40 x 3"] == 3000
     assert found["all CPU s, 40 x 3 + 50"] > 3000, "prompts, too, which were read in several steps"
 
 
-def test_a_case_without_such_a_step_is_no_measurement(executor: executor_module.TransformersExecutor) -> None:
+def test_a_case_without_such_a_step_is_no_measurement(executor: TransformersExecutor) -> None:
     with pytest.raises(RuntimeError, match="40 x 3: the first answer has ended before the last one began"):
         step_program._measure_case(executor, 40, 3, 4)
 
