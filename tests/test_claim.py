@@ -413,6 +413,21 @@ async def test_space_that_comes_to_a_reply_that_was_cancelled_just_now_is_free(e
     claim.done()
 
 
+async def test_who_replies_without_waiting_gives_the_loop_a_turn_now_and_then(serve: Any, connect: Any) -> None:
+    ring, client = await serve(), await connect()
+    submission = await client.submit("x")
+    with await ring.claim() as claim:
+        others: list[int] = []
+        asyncio.get_running_loop().call_soon(others.append, 1)
+        sent = 0
+        while not others:
+            assert sent < 200
+            sent += 1
+            await claim.reply(sent)
+        assert sent > 1
+    await submission.wait()
+
+
 async def test_a_reply_that_could_not_be_sent_at_once_gives_its_space_back(ends: Ends, hold: Any, turns: Any) -> None:
     submission, claim = await ends.claim("x")
     read_on = hold(session_of(ends.client).link)

@@ -452,9 +452,9 @@ async def test_an_end_of_a_claim_says_no_more_though_its_caller_does_not_look(se
     ring, client = await serve(), await connect()
     await client.submit("x")
     claim = await ring.claim()
-    packed = ring._shell.replies._pack(claim, "late")
-    claim.done()
     end = ring._shell.end
+    packed = end.pack_reply(claim, "late")
+    claim.done()
     for send in (end.send_reply, end.finish_with):
         with pytest.raises(shmring.LocalProtocolError, match="has ended"):
             send(claim, packed, None)

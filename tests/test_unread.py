@@ -196,6 +196,39 @@ async def test_handlers_that_wait_for_a_slow_reader_keep_no_place_from_others(
     await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_a_handler_that_gave_up_waiting_to_reply_takes_a_place_with_its_next_reply(
+    serve: Any, connect: Any, eventually: Any
+) -> None:
+    gave_up, goes_on, is_back = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def handle(claim: shmring.Claim) -> None:
+        if claim.payload == "other":
+            await goes_on.wait()
+            return
+        with contextlib.suppress(TimeoutError):
+            while True:
+                async with asyncio.timeout(0.05):
+                    await claim.reply({"x": large(1)})
+        gave_up.set()
+        await claim.reply("tiny")
+        is_back.set()
+
+    ring = await serve(**RESERVE)
+    running = asyncio.create_task(ring.run(handle, max_concurrency=1))
+    careless, other = await connect(), await connect()
+    stream = await careless.submit("careless")
+    await other.submit("other")
+    await eventually(lambda: ring.statistics().running == 2 and gave_up.is_set())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not is_back.is_set(), "the other one has the only place"
+    goes_on.set()
+    await asyncio.wait_for(is_back.wait(), 60)
+    stream.abort()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_those_that_return_take_a_place_before_those_that_come() -> None:
     places = Places(1)
     await places.take()

@@ -67,8 +67,13 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
 
     cdef PyObject* wait_in(self, object awaitable) except NULL:
         """Waits in another object until the result is there."""
-        self._inner = awaitable.__await__()
+        self._inner = awaitable if PyCoro_CheckExact(awaitable) else awaitable.__await__()
         return owned(None)
+
+    @property
+    def cr_await(self) -> object:
+        """As of a coroutine: what it waits in; None: nothing."""
+        return self._inner
 
     def __reduce_ex__(self, protocol: Any, /) -> Any:
         _refuse(self, protocol)

@@ -1,11 +1,15 @@
-"""The call of an engine that is awaited: for its next request.
+"""The calls of an engine that are awaited: for its next request, and to reply to one.
 
-:class:`EngineCalls` is the part of :class:`~shmring.Ring` that works with every request. If a request has come, it is claimed
+:class:`EngineCalls` and :class:`ClaimCalls` are the parts of :class:`~shmring.Ring` and :class:`~shmring.Claim` that work with every
+request. If a request has come, it is claimed
 at once when the call is awaited. Otherwise its task waits in line for one.
 
 A task that waits has a *place*, a future of the loop, which the :class:`EngineEnd` keeps in order. When a request can be claimed,
 the end wakes the first task that it has not woken; that task claims the request, and wakes the next. A task that was woken and
 cancelled in the same turn of the loop passes this on.
+
+A reply is sent at once when the call is awaited, if its frontend reads and its space is there. Otherwise a coroutine of the shell
+waits for that (``ring/replies.py``).
 """
 
 cimport cython
@@ -13,9 +17,10 @@ from cpython.object cimport PyObject
 from libc.stdint cimport uint32_t
 
 from shmring.door import count_of, seconds_of
-from shmring.errors import ClosedError
+from shmring.errors import ClosedError, WouldBlock
 
 cdef object _MOST_CLAIMS = 0xFFFFFFFF  # more than there are ever
+cdef object _NOTHING = object()
 
 
 cdef class EngineCalls:
@@ -173,4 +178,84 @@ cdef _Claiming _claiming(EngineCalls ring, uint32_t most):
     return claiming
 
 
-may_be_awaited(_Claiming)
+@cython.final
+cdef class Replying(Awaited):  # type: Awaited[None]
+    """What :meth:`ClaimCalls.reply` returns."""
+
+    cdef BaseClaim claim
+    cdef object payload
+    cdef bint is_last
+
+    cdef PyObject* happen(self) except NULL:
+        cdef BaseClaim claim = self.claim
+        cdef EngineEnd end = claim._end
+        cdef RecordWriter writer = claim._frontend._writer
+        payload, self.payload, self.claim = self.payload, None, None  # whoever keeps this keeps no views
+        cdef Packed packed = end.pack_reply(claim, payload)
+        if writer is not None and writer.has_turn() and not claim._gave_place_up \
+                and end.reply_now(claim, packed, self.is_last, False):
+            return owned(None)
+        return self.wait_in(end.shell.replies.send_in_turn(claim, packed, self.is_last))
+
+
+@cython.no_gc_clear
+@cython.trashcan(True)
+cdef class ClaimCalls(BaseClaim):
+    """The part of :class:`~shmring.Claim` that answers requests."""
+
+    def reply(self, payload) -> Awaited[None]:
+        """Sends an answer; any number of times. Waits for reply space and for a frontend that reads slowly.
+
+        Args:
+            payload: like a request's: any msgspec-encodable object with tensors and arrays at any depth.
+
+        Raises:
+            AbortedError: the request was aborted.
+            TypeError: something in the payload can't be sent; the message names its path.
+            CapacityError: it can never fit the reply reserve, or a message.
+        """
+        return _replying(self, payload, False)
+
+    def reply_nowait(self, payload) -> None:
+        """Sends an answer if that needs no waiting; the copy is made in the loop.
+
+        Raises:
+            WouldBlock: there is no reply space now, or the frontend reads slowly.
+            AbortedError, TypeError, CapacityError: as :meth:`reply`.
+        """
+        cdef EngineEnd end = self._end
+        cdef Packed packed = end.pack_reply(self, payload)
+        end.lacks_space = False
+        if self._frontend.is_local:
+            is_sent = end.shell.replies.send_local_nowait(self, packed)
+        else:
+            is_sent = end.reply_now(self, packed, False, True)
+        if end.lacks_space:
+            raise WouldBlock(f"no {packed.slot_nbytes} bytes of reply space are free")
+        if not is_sent:
+            raise WouldBlock(f"client {self._client_id} reads more slowly than it is written to")
+
+    def done(self, reply=_NOTHING) -> Awaitable[None]:
+        """Releases the slots and tells the frontend that the request is finished.
+
+        Args:
+            reply: a last answer, in the same message. Then await the result: it waits as :meth:`reply` does, and nothing
+                happens before. Without a reply, everything has happened when this returns.
+
+        Raises:
+            AbortedError, TypeError, CapacityError: as :meth:`reply`, if there is one.
+        """
+        if reply is not _NOTHING:
+            return _replying(self, reply, True)
+        self._end.finish(self)
+        return done
+
+
+cdef Replying _replying(BaseClaim claim, object payload, bint is_last):
+    cdef Replying made = Replying.__new__(Replying)
+    made.claim, made.payload, made.is_last = claim, payload, is_last
+    return made
+
+
+for _kind in (_Claiming, Replying):
+    may_be_awaited(_kind)

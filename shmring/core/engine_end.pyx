@@ -37,6 +37,7 @@ from contextvars import Context, copy_context
 from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.states import Request, RequestEvent
 from shmring.door import check_callable
+from shmring.core.messages import COPY_OUT, SlotRef
 from shmring.errors import AbortedError, LocalProtocolError, RemoteProtocolError, StaleDescriptorError
 
 cdef enum:
@@ -165,6 +166,7 @@ cdef class BaseClaim:
     cdef readonly bint released
     cdef readonly bint ended
     cdef readonly bint aborted
+    cdef public bint _gave_place_up  # by its handler, while it waited to reply; it has not taken one again
     cdef BaseFrontend _frontend
     cdef RequestRecord _request
     cdef object _payload
@@ -286,6 +288,9 @@ cdef class EngineEnd:
         inline_nbytes: of tensors in a record, at most.
         max_payload_nbytes: of a payload, tensors apart.
         load: the page in which frontends read how much is in flight here; None: there is none.
+        packer: of replies; None: there are none.
+        record_nbytes: of a reply's record, at most.
+        copier: gives copies of replies their turns.
         debug: whether to tell the shell of slots that are released while views of them live.
 
     Attributes:
@@ -318,6 +323,10 @@ cdef class EngineEnd:
     cdef readonly uint64_t epoch
     cdef readonly uint64_t submitted
     cdef readonly uint64_t finished
+    cdef bint lacks_space    # reply_now() has not sent a reply, since no reply space is free
+    cdef Packer _packer
+    cdef uint64_t _record_nbytes
+    cdef object _copier
     cdef readonly uint64_t replies
     cdef readonly uint64_t received_nbytes
     cdef readonly uint64_t reply_copies
@@ -348,8 +357,12 @@ cdef class EngineEnd:
         max_payload_nbytes: int,
         debug: bool,
         LoadPage load=None,
+        Packer packer=None,
+        record_nbytes: int = 0,
+        copier=None,
     ) -> None:
         self.shell = shell
+        self._packer, self._record_nbytes, self._copier = packer, record_nbytes, copier
         self.book = book
         self.regions = regions
         self._mapping = mapping
@@ -847,6 +860,53 @@ cdef class EngineEnd:
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
+    cpdef Packed pack_reply(self, BaseClaim claim, object payload):
+        """Encodes a reply.
+
+        Raises:
+            AbortedError, LocalProtocolError: the request has ended; it may be the payload's own code that has ended it.
+            TypeError, CapacityError: the payload can't be sent.
+            ClosedError: the ring may not be used here.
+        """
+        cdef Packed packed
+        if claim.ended:
+            self.shell.refuse(claim)
+        if not self.is_usable():
+            raise self.shell.closed_error()
+        packed = self._packer.pack(payload, self._inline_nbytes, self._record_nbytes)
+        if claim.ended:  # the payload's own code may have ended it
+            self.shell.refuse(claim)
+        return packed
+
+    cdef bint reply_now(self, BaseClaim claim, Packed reply, bint is_last, bint copies_long) except -1:
+        """Sends a reply to another process, if that needs no waiting; returns whether it did.
+
+        Args:
+            is_last: whether it finishes the request: see :meth:`finish_with`.
+            copies_long: whether its copy may take as long as it takes, and not only what is left of this turn of the loop.
+        """
+        cdef BaseFrontend frontend = claim._frontend
+        cdef bint is_sent = False
+        if frontend._writer is None or not frontend._writer.is_writable():
+            return False
+        if not reply.slot_nbytes:
+            return self.finish_with(claim, reply, None) if is_last else self.send_reply(claim, reply, None)
+        if not copies_long and reply.slot_nbytes > self._copier.at_once_nbytes:
+            return False
+        slot = self.book.acquire_reply(claim._client_id, reply.slot_nbytes, claim._request_id)
+        self.lacks_space = slot is None
+        if slot is None:
+            return False
+        try:
+            self._copier.count_in_turn(reply.slot_nbytes)
+            ref = reply_ref(reply, slot)
+            reply.copy_into(<uint64_t>self._mapping.at(ref.offset, SLOT_HEADER_NBYTES) + SLOT_HEADER_NBYTES)
+            is_sent = self.finish_with(claim, reply, ref) if is_last else self.send_reply(claim, reply, ref)
+        finally:
+            if not is_sent:
+                self.shell.carry_out(self.book.discard_reply(claim._client_id, slot.generation))
+        return is_sent
+
     cdef int _lend_reply(self, BaseClaim claim, slot, SlotNumbers* numbers) except -1:
         """A reply slot is its frontend's from now on."""
         if slot is None:
@@ -856,7 +916,7 @@ cdef class EngineEnd:
         self.book.reply_sent(claim._frontend.client_id, slot.generation)
         return 0
 
-    def send_reply(self, BaseClaim claim not None, Packed reply not None, slot: SlotRef | None) -> bool:
+    cpdef bint send_reply(self, BaseClaim claim, Packed reply, object slot) except -1:  # type: (BaseClaim, Packed, SlotRef | None) -> bool
         """Sends a reply.
 
         Args:
@@ -892,7 +952,7 @@ cdef class EngineEnd:
         self._count_reply(reply)
         return True
 
-    def finish_with(self, BaseClaim claim not None, Packed reply not None, slot: SlotRef | None) -> bool:
+    cpdef bint finish_with(self, BaseClaim claim, Packed reply, object slot) except -1:  # type: (BaseClaim, Packed, SlotRef | None) -> bool
         """Sends a last reply, releases the slots and finishes the request, in one record. The caller knows that there is room
         for it.
 
@@ -1009,3 +1069,10 @@ cdef class EngineEnd:
         except RemoteProtocolError as error:
             frontend.link.break_off(error)
         return 0
+
+
+def reply_ref(Packed reply not None, slot: ReplySlot | None) -> SlotRef | None:
+    """Returns how a message describes a reply's slot."""
+    if slot is None:
+        return None
+    return SlotRef(COPY_OUT if slot.is_copied_out else 0, slot.start * BLOCK_NBYTES, reply.slot_nbytes, slot.generation)

@@ -46,6 +46,7 @@ cdef enum:
     AT_WRITER_WAITS = 192   # u32: set by the writer, cleared by whoever wakes it
     AT_RECORDS = 4096
     LENGTH_NBYTES = 4     # a record is its length and then its bytes, up to the next multiple of 8
+    _SENT_IN_TURN = 64    # as many small replies take less than a millisecond
     STEP = 8
 
 cdef uint32_t SKIP = 0xFFFFFFFF
@@ -197,6 +198,7 @@ cdef class RecordWriter:
     cdef readonly uint32_t largest_record_nbytes
     cdef public bint blocked
     cdef public bint told
+    cdef uint32_t _sent_in_turn
     cdef int _forks
     cdef object _memory
     cdef uint8_t* _at
@@ -254,6 +256,19 @@ cdef class RecordWriter:
             store_relaxed_u32(self._at + AT_WRITER_WAITS, 0)
             return False
         return True
+
+    cpdef bint has_turn(self) noexcept:
+        """Whether a sender that may wait sends now; each asks before it sends.
+
+        Now and then it gives the loop a turn first, though there is room, and calls :meth:`begin_turn`. Otherwise a reader that reads
+        as fast as this side writes would keep all others in the loop waiting.
+        """
+        self._sent_in_turn += 1
+        return self._sent_in_turn <= _SENT_IN_TURN
+
+    cpdef void begin_turn(self) noexcept:
+        """The loop has had a turn, or is about to."""
+        self._sent_in_turn = 0
 
     @property
     def unread_nbytes(self) -> int:

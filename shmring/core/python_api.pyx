@@ -26,6 +26,7 @@ cdef extern from "Python.h":
         freefunc tp_free
         PyAsyncMethods* tp_as_async
     int PyIter_Send(PyObject*, PyObject*, PyObject**) noexcept
+    bint PyCoro_CheckExact(object) noexcept
 
     # Garbage collection.
     ctypedef int (*traverseproc)(PyObject*, visitproc, void*) noexcept

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import torch
 from typing_extensions import TypeVar
 
-from shmring.core.compiled import BaseClaim, done
+from shmring.core.compiled import ClaimCalls
 from shmring.core.printable import printable
 from shmring.core.states import RequestEvent
 from shmring.door import check_error, check_text
@@ -26,11 +26,10 @@ from shmring.uncopied import uncopied
 
 __all__ = ["Claim"]
 
-_NOTHING: Any = object()
 _Payload = TypeVar("_Payload", default=Any)
 
 
-class Claim(BaseClaim, Generic[_Payload]):
+class Claim(ClaimCalls, Generic[_Payload]):
     """A request that this engine is working on. Use it as ``with claim:``.
 
     Leaving the block releases the slots and tells the frontend that the request is done, or that it failed with the exception,
@@ -143,30 +142,6 @@ class Claim(BaseClaim, Generic[_Payload]):
         self._end.check_running(self)
         _ = self.payload
 
-    async def reply(self, payload: object) -> None:
-        """Sends an answer; any number of times. Waits for reply space and for a frontend that reads slowly.
-
-        Args:
-            payload: like a request's: any msgspec-encodable object with tensors and arrays at any depth.
-
-        Raises:
-            AbortedError: the request was aborted.
-            TypeError: something in the payload can't be sent; the message names its path.
-            CapacityError: it can never fit the reply reserve, or a message.
-        """
-        self._end.check_running(self)
-        await self._shell.replies.send(self, payload)
-
-    def reply_nowait(self, payload: object) -> None:
-        """Sends an answer if that needs no waiting; the copy is made in the loop.
-
-        Raises:
-            WouldBlock: there is no reply space now, or the frontend reads slowly.
-            AbortedError, TypeError, CapacityError: as :meth:`reply`.
-        """
-        self._end.check_running(self)
-        self._shell.replies.send_nowait(self, payload)
-
     def share(
         self, beside: object = None, *, to: Iterable[int] | None = None, timeout: float | None = None
     ) -> Awaitable[tuple[int, ...]]:
@@ -198,25 +173,6 @@ class Claim(BaseClaim, Generic[_Payload]):
             LocalProtocolError, WorkerLostError, TypeError, CapacityError, ClosedError: as :meth:`share`.
         """
         return self._shell.workers.share_nowait(self, beside, to)
-
-    def done(self, reply: object = _NOTHING) -> Awaitable[None]:
-        """Releases the slots and tells the frontend that the request is finished.
-
-        Args:
-            reply: a last answer, in the same message. Then await the result: it waits as :meth:`reply` does, and nothing
-                happens before. Without a reply, everything has happened when this returns.
-
-        Raises:
-            AbortedError, TypeError, CapacityError: as :meth:`reply`, if there is one.
-        """
-        if reply is not _NOTHING:
-            return self._done_with(reply)
-        self._end.finish(self)
-        return done
-
-    async def _done_with(self, reply: object) -> None:
-        self._end.check_running(self)
-        await self._shell.replies.send_last(self, reply)
 
     def fail(self, error: BaseException) -> None:
         """Releases the slots and tells the frontend that the request failed, with the error's type and text."""

@@ -52,10 +52,6 @@ class Unread:
         else:
             self._room.clear()
 
-    def has_drained(self) -> bool:
-        """Whether :meth:`drain` would return at once."""
-        return self.can_write
-
     async def drain(self) -> None:
         """Waits until there is room."""
         while not self.can_write:

@@ -1,8 +1,9 @@
 """Replies that wait: for space in the reply reserve, and for a frontend to read.
 
-Theory of operation: a reply's tensors are copied to a slot of the reserve, unless they are few enough to travel in the message.
-The slot is the engine's until the record that names it was written, and then its frontend's. Replies that wait for a slot stand
-in line in the book, which says how much of the reserve a frontend may have.
+Theory of operation: a reply that need not wait is sent by the :class:`~shmring.core.compiled.EngineEnd`, and never comes here.
+A reply's tensors are copied to a slot of the reserve, unless they are few enough to travel in the message. The slot is the
+engine's until the record that names it was written, and then its frontend's. Replies that wait for a slot stand in line in the
+book, which says how much of the reserve a frontend may have.
 
 A reply that waits holds nothing that others need: its handler has given its place up (``waits.py``), and a reply that finds no
 room for 50 ms lets smaller ones pass.
@@ -13,20 +14,19 @@ Invariant: a slot whose reply is not sent goes back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from shmring.core.compiled import BaseClaim, EngineEnd, Packed
+from shmring.core.compiled import BaseClaim, EngineEnd, Packed, reply_ref
 from shmring.core.effects import EngineEffect, ReplySlot
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
-from shmring.core.messages import COPY_OUT, SLOT_HEADER_NBYTES, SlotRef
-from shmring.errors import PeerLostError, WouldBlock
+from shmring.core.messages import SLOT_HEADER_NBYTES
+from shmring.errors import PeerLostError
 from shmring.line import Line, Place, give
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
-from shmring.memory.tensors import make_packer
 from shmring.ring.injecting import Unread
 from shmring.ring.life import Life
 from shmring.ring.waits import Waits
@@ -55,15 +55,12 @@ class Replies:
         copier: Copier,
         carry_out: Callable[[list[EngineEffect]], None],
     ) -> None:
-        config = life.config
         self._life = life
         self._end = end
         self._book = end.book
         self._slab = slab
         self._copier = copier
         self._carry_out = carry_out
-        self._packer = make_packer(config.max_tensors, int(config.max_payload_nbytes), config.max_values)
-        self._inline_nbytes = int(config.inline_nbytes)
         self._line: Line[ReplySlot] = Line()
         self._waits = Waits(life, self._describe, self._let_overtake)
         self._reserve_nbytes = geometry.reply_nbytes
@@ -72,20 +69,16 @@ class Replies:
         """How many wait for space."""
         return len(self._line)
 
-    def send(self, claim: BaseClaim, payload: object) -> Coroutine[Any, Any, None]:
-        """Sends a reply, waiting for space, when awaited. See :meth:`Claim.reply`."""
-        return self._send(claim, payload, self._end.send_reply)
+    async def send_in_turn(self, claim: BaseClaim, packed: Packed, is_last: bool) -> None:
+        """Sends a reply that the end can't send at once; the last one ends the request in the same message.
 
-    def send_last(self, claim: BaseClaim, payload: object) -> Coroutine[Any, Any, None]:
-        """Sends a reply, waiting for space, and ends the request in the same message. See :meth:`Claim.done`."""
-        return self._send(claim, payload, self._end.finish_with)
-
-    async def _send(self, claim: BaseClaim, payload: object, send: Callable[[BaseClaim, Packed, SlotRef | None], bool]) -> None:
-        """Sends a reply. While it waits for the frontend, a handler of ``ring.run`` has no place; afterwards it has one."""
-        packed = self._pack(claim, payload)
+        While it waits for the frontend, a handler of ``ring.run`` has no place; afterwards it has one.
+        """
+        send = self._end.finish_with if is_last else self._end.send_reply
         frontend = self._end.frontend_of(claim)
         link = link_of(frontend, claim)
         try:
+            self._end.check_running(claim)  # it may have been aborted while the last reply released its slots
             if frontend.is_local:
                 await self._copier.copy(packed, self._slab.mapping, _own_content(packed))
             slot = await self._acquire(claim, packed.slot_nbytes) if packed.slot_nbytes and not frontend.is_local else None
@@ -94,19 +87,17 @@ class Replies:
                 self._end.check_running(claim)
                 if slot is not None:
                     await self._copier.copy(packed, self._slab.mapping, self._slab.address + _content_start(slot))
-                if not link.has_drained():
-                    await self._writable(claim, link)
-                while not (sent := send(claim, packed, self._ref(packed, slot))):
+                await self._writable(claim, link)
+                while not (sent := send(claim, packed, reply_ref(packed, slot))):
                     link.expect_space()
                     await self._writable(claim, link)
             finally:
                 if slot is not None and not sent:
                     self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))
         except Exception:
-            await self._waits.take_place_again()
+            await self._waits.take_place_again(claim)
             raise
-        if self._waits.has_taken_place:
-            await self._waits.take_place_again()
+        await self._waits.take_place_again(claim)
 
     async def _writable(self, claim: BaseClaim, link: Link | Unread) -> None:
         """Waits while the frontend reads more slowly than it is written to; a claim may have ended meanwhile."""
@@ -120,44 +111,12 @@ class Replies:
             pass  # the claim is aborted
         self._end.check_running(claim)
 
-    def send_nowait(self, claim: BaseClaim, payload: object) -> None:
-        """Sends a reply if nothing has to be waited for. See :meth:`Claim.reply_nowait`."""
-        packed = self._pack(claim, payload)
-        would_block = WouldBlock(f"client {claim.client_id} reads more slowly than it is written to")
-        frontend = self._end.frontend_of(claim)
-        if not link_of(frontend, claim).can_write:
-            raise would_block
-        if frontend.is_local:
-            packed.copy_into(_own_content(packed))
-            self._end.send_reply(claim, packed, None)
-            return
-        slot = self._book.acquire_reply(claim.client_id, packed.slot_nbytes, claim.request_id) if packed.slot_nbytes else None
-        if slot is None and packed.slot_nbytes:
-            raise WouldBlock(f"no {packed.slot_nbytes} bytes of reply space are free")
-        sent = False
-        try:
-            if slot is not None:
-                self._copier.count_in_turn(packed.slot_nbytes)
-                packed.copy_into(self._slab.address + _content_start(slot))
-            sent = self._end.send_reply(claim, packed, self._ref(packed, slot))
-            if not sent:
-                raise would_block
-        finally:
-            if slot is not None and not sent:
-                self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))
-
-    def _ref(self, packed: Packed, slot: ReplySlot | None) -> SlotRef | None:
-        """Describes a reply's slot."""
-        if slot is None:
-            return None
-        lease_id = COPY_OUT if slot.is_copied_out else 0
-        return SlotRef(lease_id, slot.start * BLOCK_NBYTES, packed.slot_nbytes, slot.generation)
-
-    def _pack(self, claim: BaseClaim, payload: object) -> Packed:
-        self._life.check_open()
-        packed = self._packer.pack(payload, self._inline_nbytes, self._life.record_nbytes)
-        self._end.check_running(claim)  # the payload's own code may have ended it
-        return packed
+    def send_local_nowait(self, claim: BaseClaim, packed: Packed) -> bool:
+        """Sends a reply to a frontend of this process, if it has room for it."""
+        if not link_of(self._end.frontend_of(claim), claim).can_write:
+            return False
+        packed.copy_into(_own_content(packed))
+        return self._end.send_reply(claim, packed, None)
 
     async def _acquire(self, claim: BaseClaim, nbytes: int) -> ReplySlot:
         slot = self._book.acquire_reply(claim.client_id, nbytes, claim.request_id)

@@ -48,7 +48,7 @@ from shmring.gpu.upload import NOTHING_GIVEN, Given
 from shmring.memory.bundles import Bundle
 from shmring.memory.copier import Copier
 from shmring.memory.living import lent_tensors, report
-from shmring.memory.tensors import make_decoder
+from shmring.memory.tensors import make_decoder, make_packer
 from shmring.ring import limits
 from shmring.ring.frontend import CallHandler, Frontend, fit_text
 from shmring.ring.handshakes import Handshakes
@@ -149,6 +149,9 @@ class Shell:
             max_payload_nbytes=int(config.max_payload_nbytes),
             debug=config.debug,
             load=reserved.load,
+            packer=make_packer(config.max_tensors, int(config.max_payload_nbytes), config.max_values),
+            record_nbytes=life.record_nbytes,
+            copier=copier,
         )
         self.replies = Replies(life, end, geometry, slab, copier, self.carry_out)
         self.workers = Workers(life, end, slab, copier)

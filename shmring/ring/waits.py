@@ -39,13 +39,9 @@ class Waits:
         life: of the engine.
         describe: says how much of the reserve a client has.
         let_overtake: is told whether a reply that finds no room lets others pass.
-
-    Attributes:
-        has_taken_place: whether a handler has ever given its place up here.
     """
 
     def __init__(self, life: Life, describe: Callable[[int], str], let_overtake: Callable[[bool], object]) -> None:
-        self.has_taken_place = False
         self._life = life
         self._describe = describe
         self._let_overtake = let_overtake
@@ -63,7 +59,7 @@ class Waits:
             self._timer = self._life.loop.call_later(_LOOK_S, self._look)
         if place is not None:
             place.give_up()
-            self.has_taken_place = True
+            claim._gave_place_up = True
         try:
             yield
         finally:
@@ -71,11 +67,11 @@ class Waits:
             if not self._waiting:
                 self._rest()
 
-    async def take_place_again(self) -> None:
-        """Takes a place for this task's handler, if it gave its own up."""
-        place = own_place.get(None)
-        if place is not None:
+    async def take_place_again(self, claim: BaseClaim) -> None:
+        """Takes a place for this task's handler, if it gave its own up while it replied to this request."""
+        if claim._gave_place_up and (place := own_place.get(None)) is not None:
             await place.take_again()
+            claim._gave_place_up = False
 
     def _rest(self) -> None:
         if self._timer is not None:

@@ -55,7 +55,6 @@ from shmring.transport.loops import check_loop
 __all__ = ["Link", "LinkOwner"]
 
 _LINGER_S = 1.0  # for a peer to make room for its last messages; without a limit, a peer could keep the socket for ever
-_DRAINED_IN_TURN = 64  # as many small replies take less than a millisecond
 _ID_NBYTES = 9  # of an id in a message, at most
 _LIST_NBYTES = 64  # of a message around a list of ids, at most
 
@@ -123,7 +122,6 @@ class Link:
         self._writable = asyncio.Event()
         self._writable.set()
         self._expected_nbytes = 0  # the room that senders wait for without a message in the backlog
-        self._drained = 0  # how often this end has asked for room
         self._deaf = False  # no more records are delivered
         self._closing = False
         self._open = True  # the socket
@@ -252,24 +250,16 @@ class Link:
         most = min(MAX_LISTED, (self.largest_record_nbytes - _LIST_NBYTES) // _ID_NBYTES)
         return [tuple(numbers[start : start + most]) for start in range(0, len(numbers), most)]
 
-    def has_drained(self) -> bool:
-        """Whether :meth:`drain` would return at once, and need not be awaited this time; this counts as a call of it."""
-        if not (self._drained + 1) % _DRAINED_IN_TURN or self.lost or not self._writable.is_set():
-            return False
-        self._drained += 1
-        return True
-
     async def drain(self) -> None:
         """Waits until the peer has read enough; messages that are sent before the next ``await`` are within the limits.
 
-        Now and then it suspends even if there is room. Otherwise a peer that reads as fast as this side writes would keep all
-        others in the loop waiting.
+        Now and then it suspends even if there is room: see :meth:`RecordWriter.has_turn`.
 
         Raises:
             PeerLostError: it never will.
         """
-        self._drained += 1
-        if not self._drained % _DRAINED_IN_TURN:
+        if self._open and not self.writer.has_turn():
+            self.writer.begin_turn()
             await asyncio.sleep(0)
         while not self._writable.is_set():
             check_loop(self._loop, "this end of a ring")

@@ -281,6 +281,18 @@ FAULTS = (
             "tests/test_injecting.py::test_who_was_woken_for_a_request_of_an_engine_that_drains_claims_nothing",
         ),
         (
+            "who replies without waiting keeps all others in the loop waiting",
+            "if writer is not None and writer.has_turn() and",
+            "if writer is not None and",
+            "tests/test_claim.py::test_who_replies_without_waiting_gives_the_loop_a_turn_now_and_then",
+        ),
+        (
+            "a handler without a place replies at once, and goes on without one",
+            "and not claim._gave_place_up \\",
+            "\\",
+            "tests/test_unread.py::test_a_handler_that_gave_up_waiting_to_reply_takes_a_place_with_its_next_reply",
+        ),
+        (
             "the end of a ring is an error where it is gone through",
             "claiming.is_next = True",
             "pass",
@@ -294,6 +306,12 @@ FAULTS = (
             "if not self.may_claim() or self._claimers:",
             "if not self.may_claim():",
             "tests/test_ring.py::test_a_claimer_that_came_after_the_requests_is_woken_by_the_one_before_it",
+        ),
+        (
+            "the slot of a reply that was not sent at once is lost",
+            "self.shell.carry_out(self.book.discard_reply(claim._client_id, slot.generation))",
+            "pass",
+            "tests/test_claim.py::test_a_reply_that_could_not_be_sent_at_once_gives_its_space_back",
         ),
         (
             "a ring that drains claims further requests",

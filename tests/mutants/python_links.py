@@ -92,18 +92,6 @@ FAULTS = (
             "tests/transport/test_link.py::test_a_peer_that_sleeps_is_rung_for_what_found_no_room_before",
         ),
         (
-            "a sender that need not wait for room never suspends",
-            "        if not (self._drained + 1) % _DRAINED_IN_TURN or self.lost",
-            "        if self.lost",
-            "tests/transport/test_link.py::test_who_asks_whether_there_is_room_suspends_now_and_then",
-        ),
-        (
-            "a sender learns from no call that the connection has ended",
-            "_DRAINED_IN_TURN or self.lost or not self._writable",
-            "_DRAINED_IN_TURN or not self._writable",
-            "tests/transport/test_link.py::test_who_asks_whether_there_is_room_suspends_now_and_then",
-        ),
-        (
             "a message overtakes the backlog",
             "            if not self._backlog and writer.write(record):",
             "            if writer.write(record):",

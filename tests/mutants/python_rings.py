@@ -20,13 +20,6 @@ FAULTS = (
             "tests/test_claim.py::test_a_reply_that_waits_for_space_when_the_claim_ends_does_not_wait_any_longer",
         ),
         (
-            "the slot of a reply that was not sent at once is lost",
-            "            if slot is not None and not sent:\n                "
-            "self._carry_out(self._book.discard_reply(claim.client_id, slot.generation))\n\n    def _ref",
-            "            pass\n\n    def _ref",
-            "tests/test_claim.py::test_a_reply_that_could_not_be_sent_at_once_gives_its_space_back",
-        ),
-        (
             "reply space that is granted to a reply that was cancelled is lost",
             "return [] if give(place, slot) else self._discarded(slot)",
             "give(place, slot)\n        return []",

@@ -107,9 +107,6 @@ class End:
     def can_write(self) -> bool:
         return self.lost or self._outgoing.can_write
 
-    def has_drained(self) -> bool:
-        return not self.lost and self.writable.is_set()
-
     async def drain(self) -> None:
         while not self.writable.is_set():
             await self.writable.wait()

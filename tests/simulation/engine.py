@@ -129,7 +129,7 @@ class Handling:
         if task is None or task.done():
             return None
         came = came_to(task)
-        return came if isinstance(came, ReplySlot) else cast("ReplySlot | None", local_of(task, "_send", "slot"))
+        return came if isinstance(came, ReplySlot) else cast("ReplySlot | None", local_of(task, "send_in_turn", "slot"))
 
     @property
     def slots(self) -> tuple[SlotRef, ...]:

@@ -456,7 +456,7 @@ class _Encoding:
             future is not None and future.done(),
             -1 if ticket is None else self._tickets[ticket],
             -1 if slot is None else self._replies[slot.generation],
-            local_of(task, "_send", "slot") is None,  # it was granted, and is not written yet
+            local_of(task, "send_in_turn", "slot") is None,  # it was granted, and is not written yet
             next((place for place, copying in enumerate(engine.copier.running) if copying.task is task), -1),
         ]
 

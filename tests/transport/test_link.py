@@ -493,24 +493,6 @@ async def test_a_peer_that_reads_at_once_does_not_keep_the_loop(open_end: Any) -
     assert others
 
 
-async def test_who_asks_whether_there_is_room_suspends_now_and_then(open_end: Any) -> None:
-    """It awaits ``drain`` only if it is told to."""
-    end = open_end()
-    others: list[int] = []
-    asyncio.get_running_loop().call_soon(others.append, 1)
-    asked = 0
-    while not others:
-        assert asked < 200
-        asked += 1
-        if not end.link.has_drained():
-            await end.link.drain()
-    assert asked > 1
-    end.fill()
-    assert not end.link.has_drained(), "there is no room"
-    end.link.abort()
-    assert not end.link.has_drained(), "there will be none"
-
-
 async def test_a_peer_that_does_not_read_is_reported(open_end: Any, eventually: Any) -> None:
     end = open_end(max_backlog_nbytes=64 * KIB)
     for _ in range(30):
