@@ -110,7 +110,7 @@ SECTIONS = (
 
 # Compiled, so that neither a flag nor an annotation says that they are awaited.
 _COMPILED_AWAITED = frozenset(
-    {"ring.claim", "ring.claim_many", "claim.reply", "client.submit", "submission.next", "submission.wait"}
+    {"ring.claim", "ring.claim_many", "claim.reply", "client.submit", "submission.result", "submission.next", "submission.wait"}
 )
 # What they return is used with ``async with``, or awaited.
 _BLOCKS = frozenset({"client.slot", "shmring.serve", "shmring.connect", "shmring.join"})

@@ -596,8 +596,8 @@ async def test_kept_content_is_looked_for_at_the_least_loaded_engine_first(clien
     busy = asyncio.create_task(client.request({}, engine="vision-0"))
     while not engines.rings["vision-0"].statistics().running:
         await asyncio.sleep(0)
-    assert [attachment.name for attachment in await client._engines.searched(None)] == ["vision-1", "vision-0"]
-    assert [attachment.name for attachment in await client._engines.searched("vision-0")] == ["vision-0"]
+    assert [attachment.name for attachment in client._engines.searched(None)] == ["vision-1", "vision-0"]
+    assert [attachment.name for attachment in client._engines.searched("vision-0")] == ["vision-0"]
     engines.go_on.set()
     await busy
 

@@ -145,6 +145,18 @@ async def test_who_is_cancelled_between_the_reply_and_the_end_aborts_the_request
         await eventually(lambda: claim.aborted)
 
 
+async def test_a_request_that_fails_after_its_reply_has_failed(serve: Any, connect: Any, eventually: Any) -> None:
+    ring, client = await serve(), await connect()
+    submission = await client.submit("x")
+    result = asyncio.create_task(submission.result())
+    claim = await ring.claim()
+    await claim.reply("almost")
+    await eventually(lambda: submission.has_replied and not submission._has_reply)
+    claim.fail(ValueError("it broke"))
+    with pytest.raises(shmring.RemoteError, match="it broke"):
+        await result
+
+
 @pytest.mark.parametrize("step", ["next", "wait"])
 async def test_who_is_cancelled_while_it_waits_for_a_step_may_wait_again(serve: Any, connect: Any, step: str) -> None:
     ring, client = await serve(), await connect()

@@ -90,10 +90,12 @@ class Attachment:
             ClosedError: the client is closed, or belongs to the process that forked this one.
             LocalProtocolError: this is not the client's loop.
         """
-        self.check_loop()
-        while (session := self._now()) is None:
+        while True:
+            session = self._now()  # first: a forked child has another loop, too
+            check_loop(self._loop, f"this client of {self.name!r}")
+            if session is not None:
+                return session
             await self._attached.wait()
-        return session
 
     def ready_nowait(self) -> Session:
         """Returns the session.

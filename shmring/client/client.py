@@ -376,9 +376,13 @@ class Client(ClientCalls):
         """
         check_key(key)
         with self._deadlines.within(timeout, lambda: self._engines.why_no_answer(engine)):
-            for attachment in await self._engines.searched(engine):
+            searched = self._engines.searched(engine)
+            if not searched:
+                await self._engines.some_engine()
+                searched = self._engines.searched(engine)
+            for attachment in searched:
                 try:
-                    session = await self._engines.session_with(attachment, engine)
+                    session = attachment.session or await self._engines.session_with(attachment, engine)
                     finding = session.kept.find(key, payload_type)
                     kept = await self._engines.while_it_responds(session, finding, is_given=engine is not None)
                 except EngineDeadError:

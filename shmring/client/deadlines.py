@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable
 from types import TracebackType
 
+from shmring.core.compiled import NoDeadline, no_deadline
 from shmring.door import timeout_of
 
 __all__ = ["Deadline", "Deadlines"]
@@ -37,7 +38,7 @@ class Deadlines:
 
     def within(
         self, timeout: float | None, waits_for: Callable[[], str], *, until_s: float | None = None
-    ) -> Deadline | _NoDeadline:
+    ) -> Deadline | NoDeadline:
         """Bounds a ``with`` block in time. This is where a call's ``timeout`` comes in.
 
         Args:
@@ -50,7 +51,7 @@ class Deadlines:
             TimeoutError: on leaving the block, if it took longer. Its text says what was waited for.
         """
         seconds = None if timeout is None else timeout_of(timeout)
-        return _NoDeadline() if seconds is None else Deadline(self, seconds, waits_for, until_s)
+        return no_deadline if seconds is None else Deadline(self, seconds, waits_for, until_s)
 
     def add(self, deadline: Deadline, until_s: float) -> None:
         """For a deadline: its block is entered. If the loop can set no timer, nothing has changed."""
@@ -134,20 +135,6 @@ class Deadline:
             self._deadlines.left()
         elif task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError(f"it took longer than the {self._timeout:g} s it was given: {self._waited_for}") from None
-
-
-class _NoDeadline:
-    """In place of a deadline, for a call without a timeout."""
-
-    __slots__ = ("waits_for",)
-
-    waits_for: Callable[[], str]
-
-    def __enter__(self) -> _NoDeadline:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def _nothing() -> str:

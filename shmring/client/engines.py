@@ -340,8 +340,8 @@ class Engines:
                 if self.leaves_no_other(engine):
                     raise
 
-    async def while_it_responds(self, session: Session, work: Awaitable[_Result], *, is_given: bool) -> _Result:
-        """Awaits something at an engine, unless that engine reads nothing and another one would do.
+    def while_it_responds(self, session: Session, work: Awaitable[_Result], *, is_given: bool) -> Awaitable[_Result]:
+        """Something at an engine, to await, unless that engine reads nothing and another one would do.
 
         Args:
             session: with the engine.
@@ -351,8 +351,9 @@ class Engines:
         Raises:
             EngineDeadError: the work was given up, and another engine may be chosen.
         """
-        if is_given or self.only is not None:
-            return await work
+        return work if is_given or self.only is not None else self._while_it_responds(session, work)
+
+    async def _while_it_responds(self, session: Session, work: Awaitable[_Result]) -> _Result:
         bound, name = asyncio.timeout(None), session.engine_name
         looking = _Looking(self, name, bound)
         try:
@@ -373,8 +374,8 @@ class Engines:
         Raises:
             EngineDeadError: it has gone, and another engine may be chosen; or as :meth:`Attachment.ready`.
         """
-        self._check_open()
         if attachment.session is None and not self.leaves_no_other(engine):
+            self._check_open()
             raise EngineDeadError(f"the engine {attachment.name!r} has gone", engine=attachment.name)
         return await attachment.ready()
 
@@ -412,14 +413,12 @@ class Engines:
             raise self._none_attached()
         return sessions
 
-    async def searched(self, engine: str | None) -> list[Attachment]:
-        """Returns the engines where kept content is looked for: the one that is named, or all. Those that respond come first,
-        and of these the least loaded."""
-        if engine is not None:
-            return [self.given(engine)]
-        if self.only is not None:
-            return [self.only]
-        await self.some_engine()
+    def searched(self, engine: str | None) -> list[Attachment]:
+        """Returns the engines where kept content is looked for: the one that is named, the only one, or all that are attached,
+        of which those that respond come first, and then the least loaded."""
+        given = self.only if engine is None else self.given(engine)
+        if given is not None:
+            return [given]
         loads = self.loads()
         names = sorted(loads, key=lambda name: (not loads[name].responds, loads[name].in_flight))
         return [self.attachments[name] for name in names]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from shmring.core.compiled import Awaited, BaseSubmission
-from shmring.errors import AbortedError, LocalProtocolError, RemoteError
+from shmring.errors import AbortedError
 from shmring.uncopied import uncopied
 
 __all__ = ["Submission"]
@@ -53,49 +52,14 @@ class Submission(BaseSubmission):
         def next(self, reply_type: Any = Any) -> Awaited[Any]:
             """See :class:`~shmring.core.compiled.BaseSubmission`, which has it."""
 
-    @overload
-    async def result(self, reply_type: type[_Reply]) -> _Reply: ...
+        @overload
+        def result(self, reply_type: type[_Reply]) -> Awaited[_Reply]: ...
 
-    @overload
-    async def result(self, reply_type: Any = ...) -> Any: ...
+        @overload
+        def result(self, reply_type: Any = ...) -> Awaited[Any]: ...
 
-    async def result(self, reply_type: Any = Any) -> Any:
-        """Waits for the one reply and the end.
-
-        If the task that awaits this is cancelled, the request is aborted, as with ``request``: the caller wants no answer any
-        more, and the engine would work for nobody. To wait for some time and then again, use :meth:`next` or :meth:`wait`,
-        which abort nothing, or ``asyncio.shield``.
-
-        Raises:
-            RemoteError: the engine failed, or finished without a reply.
-            LocalProtocolError: there was more than one reply; use :meth:`next` or ``stream``.
-            AbortedError, EngineDeadError: how it ended otherwise.
-        """
-        try:
-            reply = await self.next(reply_type)
-        except StopAsyncIteration:
-            # If an engine finishes a request without a reply, that is its bug, and no reply of None.
-            raise RemoteError(
-                "NoReply", f"the engine finished request {self.request_id} without a reply; use stream() if that is meant"
-            ) from None
-        except asyncio.CancelledError:
-            self.abort()
-            raise
-        try:
-            if self.ended and not self._has_reply:
-                self._raise_error()
-                return reply
-            await self.next(reply_type)
-        except StopAsyncIteration:
-            return reply
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
-                self.abort()
-            del reply  # if the error is kept, so is this frame, which would keep the reply's slot
-            raise
-        del reply
-        self.abort()
-        raise LocalProtocolError(f"request {self.request_id} has more than one reply; use stream() for such requests")
+        def result(self, reply_type: Any = Any) -> Awaited[Any]:
+            """See :class:`~shmring.core.compiled.BaseSubmission`, which has it."""
 
     def abort(self) -> None:
         """Gives the request up; a task that waits for it gets :class:`AbortedError`. A second call does nothing."""

@@ -12,6 +12,7 @@ Each message takes three of them or four. So some are kept when they go, by thei
 Invariant: it does its work once at most.
 """
 
+cimport cython
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_INCREF
 from cpython.type cimport PyType_Modified
@@ -56,8 +57,12 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
         """The object that it waited in has this result. Returns its own result, or goes on waiting."""
         return owned(result)
 
-    cdef int gave_up(self) except -1:
-        """What it waited in has failed, or was cancelled."""
+    cdef int gave_up(self, type kind) except -1:
+        """What it waited in has failed, or was cancelled.
+
+        Args:
+            kind: of the error.
+        """
         return 0
 
     cdef int check_loop(self) except -1:
@@ -110,7 +115,7 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
             result = self.came(stopped.value)
         except BaseException as error:
             self._inner = None
-            self.gave_up()
+            self.gave_up(type(error))
             if type(error) is RuntimeError:
                 self.check_loop()
             raise
@@ -126,7 +131,7 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
         """As of a coroutine."""
         inner, self._inner, self._begun = self._inner, None, True
         if inner is not None:
-            self.gave_up()
+            self.gave_up(GeneratorExit)
             close = getattr(inner, "close", None)
             if close is not None:
                 close()
@@ -146,6 +151,29 @@ cdef class AlreadyDone:  # type: Awaitable[None]
 
 
 done: AlreadyDone = AlreadyDone()
+
+
+@cython.final
+cdef class NoDeadline:
+    """In place of a deadline, for calls without a timeout."""
+
+    @property
+    def waits_for(self) -> Callable[[], str] | None:
+        """What a deadline would say that it waits for; nobody asks for it here."""
+        return None
+
+    @waits_for.setter
+    def waits_for(self, asked: Callable[[], str] | None) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        pass
+
+
+no_deadline: NoDeadline = NoDeadline()
 
 
 cdef int _send(PyObject* self, PyObject* value, PyObject** result) except -1:
@@ -195,7 +223,7 @@ cdef int _fail(Awaited awaited) noexcept:
     cdef PyObject* traceback
     PyErr_Fetch(&kind, &value, &traceback)
     awaited._inner = None
-    awaited.gave_up()
+    awaited.gave_up(<type>kind)
     PyErr_Restore(kind, value, traceback)
     return 0
 

@@ -89,6 +89,23 @@ cdef class BaseSubmission:
         next_reply.reply_type = reply_type
         return next_reply
 
+    def result(self, reply_type=Any) -> Awaited[Any]:
+        """Waits for the one reply and the end.
+
+        If the task that awaits this is cancelled, the request is aborted, as with ``request``: the caller wants no answer any
+        more, and the engine would work for nobody. To wait for some time and then again, use :meth:`next` or :meth:`wait`,
+        which abort nothing, or ``asyncio.shield``.
+
+        Raises:
+            RemoteError: the engine failed, or finished without a reply.
+            LocalProtocolError: there was more than one reply; use :meth:`next` or ``stream``.
+            AbortedError, EngineDeadError: how it ended otherwise.
+        """
+        cdef _OneReply one_reply = _OneReply.__new__(_OneReply)
+        one_reply.submission = self
+        one_reply.reply_type = reply_type
+        return one_reply
+
     def wait(self) -> Awaited[None]:
         """Waits for the end: for requests that get no reply. If replies come, :meth:`next` returns them afterwards.
 
@@ -215,7 +232,7 @@ cdef class _Waiting(Awaited):
         self.submission._waiter = None
         return self.happen()
 
-    cdef int gave_up(self) except -1:
+    cdef int gave_up(self, type kind) except -1:
         self.submission._waiter = None
         return 0
 
@@ -260,7 +277,48 @@ cdef class _NextReply(_Waiting):
         return self.wait_for_more()
 
 
-for _kind in (_UntilEnd, _NextReply):
+@cython.final
+cdef class _OneReply(_Waiting):
+    """What :meth:`BaseSubmission.result` returns."""
+
+    cdef object reply_type
+    cdef object reply
+    cdef bint has_reply
+
+    cdef PyObject* happen(self) except NULL:
+        cdef BaseSubmission submission = self.submission
+        while True:
+            if not submission.ended and not submission._replies:
+                submission._end.hear()  # the reply, or the end, may be in the ring, unread
+            if self.has_reply or not submission._replies:
+                break
+            self.reply = submission._take_reply(self.reply_type)
+            self.has_reply = True
+        if submission._replies:
+            self.reply = None  # whoever keeps the error keeps no views
+            submission.abort()
+            raise LocalProtocolError(f"request {submission.request_id} has more than one reply; use stream() for such requests")
+        if not submission.ended:
+            return self.wait_for_more()
+        reply, self.reply = self.reply, None
+        submission._was_left = True
+        if submission._error is not None:
+            del reply
+            raise fresh(submission._error)
+        if not self.has_reply:  # that is a bug of the engine, and no reply of None
+            raise RemoteError(
+                "NoReply", f"the engine finished request {submission.request_id} without a reply; use stream() if that is meant"
+            )
+        return owned(reply)
+
+    cdef int gave_up(self, type kind) except -1:
+        self.submission._waiter, self.reply = None, None
+        if kind is not GeneratorExit and kind is not RuntimeError:  # which say nothing of what the caller wants
+            self.submission.abort()
+        return 0
+
+
+for _kind in (_UntilEnd, _NextReply, _OneReply):
     may_be_awaited(_kind)
 
 
@@ -1113,7 +1171,8 @@ cdef class ClientEnd(RecordHandler):
         """Decodes a reply that was copied out of its slot when it came. It is here, also when its engine has gone meanwhile."""
         cdef Content content = reply.content
         cdef uint64_t nbytes = content.payload_nbytes
-        self.shell.check_readable()
+        if not self.is_usable():
+            self.shell.check_readable()
         if nbytes:
             content.check_payload(
                 (reply.regions.region(content.slot_count).address + content.payload_offset)[:nbytes], self._bounds
@@ -1136,10 +1195,11 @@ cdef class ClientEnd(RecordHandler):
         cdef SlotNumbers* slot = content.slot_numbers
         cdef bint is_viewed = False
         cdef Mapping mapping = self._mapping
-        if content.slot_count:
-            self.shell.check_alive()
-        else:
-            self.shell.check_readable()
+        if not self.is_usable():
+            if content.slot_count:
+                self.shell.check_alive()
+            else:
+                self.shell.check_readable()
         try:
             regions = regions_of(content, self._reply_key, self.regions, mapping)
             regions.is_copied_out = content.slot_count and slot.lease_id == _COPY_OUT

@@ -136,7 +136,7 @@ cdef class _Claiming(Awaited):
         end.wake_next()
         return self.taken(claim)
 
-    cdef int gave_up(self) except -1:
+    cdef int gave_up(self, type kind) except -1:
         self.ring._end.leave_line(self.place)
         if not self.place.cancelled() and self.place.done():
             self.ring._end.wake_next()  # this task was woken for a request, and was cancelled just then

@@ -837,7 +837,7 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
         self.forget()
         return owned(self.answers)
 
-    cdef int gave_up(self) except -1:
+    cdef int gave_up(self, type kind) except -1:
         self.forget()
         return 0
 

@@ -222,14 +222,18 @@ cdef class RecordWriter:
             CapacityError: it is longer than a record may be.
             RemoteProtocolError: the reader's count is impossible.
         """
-        cdef const uint8_t[::1] source = record
-        cdef uint8_t* to = self.reserve(<uint32_t>min(source.shape[0], SKIP))
-        if to == NULL:
-            return False
-        if source.shape[0]:
-            memcpy(to, &source[0], source.shape[0])
-        self.commit(to + source.shape[0])
-        return True
+        cdef Py_buffer source
+        cdef uint8_t* to
+        PyObject_GetBuffer(record, &source, PyBUF_SIMPLE)
+        try:
+            to = self.reserve(<uint32_t>min(source.len, SKIP))
+            if to == NULL:
+                return False
+            memcpy(to, source.buf, source.len)
+            self.commit(to + source.len)
+            return True
+        finally:
+            PyBuffer_Release(&source)
 
     def ring_bell(self) -> bool:
         """Wakes the reader if it sleeps; returns whether it did. Call it once after publishing, before this side sleeps or
@@ -266,7 +270,7 @@ cdef class RecordWriter:
         self._sent_in_turn += 1
         return self._sent_in_turn <= _SENT_IN_TURN
 
-    cpdef void begin_turn(self) noexcept:
+    cpdef void begin_turn(self) noexcept:  # type: () -> None
         """The loop has had a turn, or is about to."""
         self._sent_in_turn = 0
 

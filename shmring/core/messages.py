@@ -479,12 +479,8 @@ EngineMessage = (
 
 _Decoded = TypeVar("_Decoded")
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode_message(message: FrontendMessage | Inspect | WorkerMessage | EngineMessage) -> bytes:
-    """Returns a message as a record of bytes."""
-    return _encoder.encode(message)
+#: Returns a message as a record of bytes.
+encode_message: Callable[[FrontendMessage | Inspect | WorkerMessage | EngineMessage], bytes] = msgspec.msgpack.Encoder().encode
 
 
 def _by(decoder: msgspec.msgpack.Decoder[_Decoded]) -> Callable[[bytes], _Decoded]:

@@ -318,6 +318,8 @@ class Shell:
     def carry_out(self, effects: list[EngineEffect]) -> None:
         for effect in effects:  # the list grows: effects of an effect come after the others, in the order of the book
             match effect:
+                case RequestAborted():
+                    self._request_aborted(effect)
                 case Released(client_id, generations):
                     self._frontends[client_id].link.send_listed(Release, generations)
                 case Granted(client_id, grant):
@@ -326,8 +328,6 @@ class Shell:
                     self._frontends[client_id].send(answer)
                 case Recalled(client_id, lease_ids):
                     self._frontends[client_id].link.send_listed(LeaseRecall, lease_ids)
-                case RequestAborted():
-                    self._request_aborted(effect)
                 case ReplyGranted(ticket, slot):
                     effects += self.replies.granted(ticket, slot)
                 case Reclaimed(client_id, nbytes):

@@ -128,6 +128,7 @@ class Link:
         self._heir: Callable[[socket.socket], object] | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self.largest_record_nbytes = self.writer.largest_record_nbytes
+        self._most_listed = min(MAX_LISTED, (self.largest_record_nbytes - _LIST_NBYTES) // _ID_NBYTES)
         self.lost = False
 
     def start(self) -> None:
@@ -215,13 +216,13 @@ class Link:
         Raises:
             CapacityError: it is larger than a record may be. Nothing was sent.
         """
-        if not (self.lost or self._origin.forked):
-            try:
-                record = encode_message(message)
-            except MemoryError as error:
+        try:
+            record = encode_message(message)
+        except MemoryError as error:
+            if not (self.lost or self._origin.forked):
                 self.fail_soon(error)
-            else:
-                self.send_record(record)
+        else:
+            self.send_record(record)
 
     def send_record(self, record: bytes) -> None:
         """Sends an encoded message, or drops it if the connection has ended. Without memory for it, the connection ends."""
@@ -242,12 +243,12 @@ class Link:
 
     def send_listed(self, make: Callable[[tuple[int, ...]], FrontendMessage | EngineMessage], numbers: Sequence[int]) -> None:
         """Sends a message with a list of ids, as several if the list is too long for one."""
-        for part in self.split(numbers):
-            self.send(make(part))
+        for start in range(0, len(numbers), self._most_listed):
+            self.send(make(tuple(numbers[start : start + self._most_listed])))
 
     def split(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         """Cuts a list of ids into parts that fit one message each."""
-        most = min(MAX_LISTED, (self.largest_record_nbytes - _LIST_NBYTES) // _ID_NBYTES)
+        most = self._most_listed
         return [tuple(numbers[start : start + most]) for start in range(0, len(numbers), most)]
 
     async def drain(self) -> None:

@@ -21,13 +21,13 @@ FAULTS = (
         ),
         (
             "what is cancelled by a throw does not give up what it has",
-            "            self._inner = None\n            self.gave_up()\n            if type",
+            "            self._inner = None\n            self.gave_up(type(error))\n            if type",
             "            self._inner = None\n            if type",
             "tests/test_awaiting.py::test_who_was_cancelled_waits_no_more",
         ),
         (
             "what fails while it waits does not give up what it has",
-            "awaited.gave_up()",
+            "awaited.gave_up(<type>kind)",
             "pass",
             "tests/test_awaiting.py",
             "Equivalent: what fails by itself, and not because an error is thrown in, has noted nothing before.",
@@ -88,9 +88,21 @@ FAULTS = (
     *faults_in(
         "shmring/core/client_end.pyx",
         (
+            "who is cancelled while it waits for the result leaves its request running",
+            "        if kind is not GeneratorExit and kind is not RuntimeError:",
+            "        if False:",
+            "tests/test_unread.py::test_who_is_cancelled_while_it_waits_for_the_result_aborts_the_request",
+        ),
+        (
+            "the one reply is returned though the request has failed after it",
+            "            del reply\n            raise fresh(submission._error)",
+            "            return owned(reply)",
+            "tests/test_unread.py::test_a_request_that_fails_after_its_reply_has_failed",
+        ),
+        (
             "a slot is lent by a client that has ended",
-            "if not self.is_usable()",
-            "if False",
+            "if not self.is_usable():\n            return None",
+            "if False:\n            return None",
             "tests/test_slot.py::test_an_end_whose_session_has_ended_holds_no_slot",
         ),
         (

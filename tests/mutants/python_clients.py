@@ -137,21 +137,6 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "shmring/client/submission.py",
-        (
-            "who is cancelled while it waits for the result leaves its request running",
-            "        except asyncio.CancelledError:\n            self.abort()\n            raise",
-            "        except asyncio.CancelledError:\n            raise",
-            "tests/test_unread.py::test_who_is_cancelled_while_it_waits_for_the_result_aborts_the_request",
-        ),
-        (
-            "who is cancelled between the reply and the end leaves its request running",
-            "            if isinstance(error, asyncio.CancelledError):\n                self.abort()\n",
-            "",
-            "tests/test_unread.py::test_who_is_cancelled_between_the_reply_and_the_end_aborts_the_request",
-        ),
-    ),
-    *faults_in(
         "shmring/client/client.py",
         (
             "a stream is sent again as often as engines die",
