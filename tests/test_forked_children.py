@@ -16,6 +16,7 @@ import contextlib
 import functools
 import inspect
 import json
+import logging
 import os
 import shutil
 import signal
@@ -402,6 +403,7 @@ def say_outcomes(directory: str, *served_by: str) -> None:
         directory: for sockets.
         served_by: who serves a ring for threads. Without it, ends in loops have their turn as well.
     """
+    logging.getLogger("shmring.waiting").disabled = True  # on a busy machine, an end may wait for the other one for long
     options = {"socket_dir": directory}
     outcomes = with_threads(options, *served_by)
     if not served_by:
