@@ -156,11 +156,11 @@ class Bound:
 
 
 BOUNDS = [
-    Bound(small_request, 27, 11),
-    Bound(large_request, 40, 17),
-    Bound(new_lease, 65, 32),
-    Bound(abort, 120, 68),
-    Bound(keep_and_find, 100, 44),
+    Bound(small_request, 6, 1),
+    Bound(large_request, 25, 8),
+    Bound(new_lease, 53, 24),
+    Bound(abort, 105, 54),
+    Bound(keep_and_find, 85, 33),
     Bound(gather, 42, 13),
 ]
 
