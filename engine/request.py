@@ -199,10 +199,14 @@ class EngineRequest:
         piece.prompt_tokens = reply.prompt_tokens
         piece.completion_tokens = reply.completion_tokens
         piece.finish_reason, piece.stop_text = reply.finish_reason, reply.stop_text
-        piece.tool_calls = piece.tool_calls + reply.tool_calls
         piece.reasoning += reply.reasoning
-        piece.logprobs = piece.logprobs + reply.logprobs
-        piece.segments, piece.language = piece.segments + reply.segments, reply.language
+        piece.language = reply.language
+        if reply.tool_calls:
+            piece.tool_calls = piece.tool_calls + reply.tool_calls
+        if reply.logprobs:
+            piece.logprobs = piece.logprobs + reply.logprobs
+        if reply.segments:
+            piece.segments = piece.segments + reply.segments
 
     def _next_piece(self) -> EncodeReply | GenerateReply:
         """Takes the oldest reply out: it is sent now, and nothing is joined to it any more."""
@@ -292,7 +296,9 @@ def _may_join(piece: GenerateReply, reply: GenerateReply) -> bool:
         return False  # how many tokens reasoning took is said where it ends
     if (piece.text and reply.reasoning) or (piece.tool_calls and (reply.text or reply.reasoning)):
         return False
-    length = len(piece.text) + len(piece.reasoning) + sum(len(call.arguments) for call in piece.tool_calls)
+    length = len(piece.text) + len(piece.reasoning)
+    for call in piece.tool_calls:
+        length += len(call.arguments)
     return max(length, len(piece.token_ids)) < _PIECE_LENGTH and len(piece.logprobs) < _PIECE_LOGPROBS
 
 
