@@ -119,8 +119,8 @@ def _samples_of_aiff(view: memoryview) -> _Samples | None:
     for name, begin, end in _chunks(view, 12, 4):
         if name == b"COMM" and begin + 18 <= len(view):
             num_channels, _, bits, exponent, mantissa = struct.unpack_from(">HIHHQ", view, begin)
-            rate = num_channels * -(-bits // 8) * mantissa * 2.0 ** ((exponent & 0x7FFF) - _BIAS)
-        if name == b"SSND" and rate and begin + 8 <= end <= len(view):
+            rate = num_channels * -(-bits // 8) * mantissa * 2.0 ** min((exponent & 0x7FFF) - _BIAS, 0)
+        if name == b"SSND" and rate > 0 and begin + 8 <= end <= len(view):
             return _Samples(place=begin + 8, nbytes=end - begin - 8, nbytes_a_second=rate)
     return None
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from shmring.frontend.media.errors import MediaError
 from tests.frontend.media.test_pieces import recording, tone
 from tests.tables import for_each
 
@@ -26,6 +27,15 @@ def test_samples_behind_the_end_are_heard_and_told(recording_of: Make, container
         assert abs(half @ tone(pitch, 1)) > 0.99 * (half @ half) ** 0.5 * (tone(pitch, 1) @ tone(pitch, 1)) ** 0.5
     assert f"{len(samples)} bytes behind its " in told.shortfall
     assert told.shortfall.endswith("bytes of samples are taken for samples, as they are nothing else")
+
+
+@for_each("rate", [b"\xff" * 10, b"\x7f\xff" + bytes(8), bytes(10)])
+def test_a_rate_that_is_none_is_an_error(recording_of: Make, rate: bytes) -> None:
+    data = bytearray(recording_of(tone(500, 1), RATE, "aiff", "pcm_s16be"))
+    place = data.index(b"COMM") + 16
+    data[place : place + 10] = rate
+    with pytest.raises(MediaError):
+        recording(bytes(data))
 
 
 @for_each("nbytes", [1, 2, 3, 4])
