@@ -99,7 +99,8 @@ class Build(build_ext):
         print(f"built '{ext.name}' extension", flush=True)  # as above: several are compiled at once
 
     def build_extensions(self) -> None:
-        write(DECLARATIONS / "shmring/core/compiled.pxd", declarations())
+        declared = DECLARATIONS / "shmring/core/compiled.pxd"
+        write(declared, declarations())
         command = compiler()
         flags = shlex.split(os.environ.get("CFLAGS", QUICK_CFLAGS if self.quick else CFLAGS))
         self.compiler.set_executables(
@@ -109,12 +110,23 @@ class Build(build_ext):
         self.compiler.set_library_dirs([])  # those of Python, which Zig's compiler would write into what it links
         for extension in self.extensions:
             print(f"translating '{extension.name}' to C", flush=True)  # which tests/installing.py shows
-            declared = [] if str(MAIN) in extension.sources else [str(DECLARATIONS)]  # the core declares itself
+            is_core = str(MAIN) in extension.sources  # it declares itself
             [translated] = cythonize(
-                extension, compiler_directives=DIRECTIVES, include_path=declared, build_dir="build", quiet=True
+                extension,
+                compiler_directives=DIRECTIVES,
+                include_path=[] if is_core else [str(DECLARATIONS)],
+                build_dir="build",
+                quiet=True,
+                force=not is_core and _is_newer(declared, extension),  # Cython itself looks in the first extension's paths only
             )
             extension.sources, extension.depends = translated.sources, translated.depends
         super().build_extensions()
+
+
+def _is_newer(declared: Path, extension: Extension) -> bool:
+    """Whether the core's declarations have changed since an extension was translated."""
+    translated = Path("build", extension.sources[0]).with_suffix(".c")
+    return translated.exists() and translated.stat().st_mtime < declared.stat().st_mtime
 
 
 def extensions() -> list[Extension]:

@@ -65,7 +65,7 @@ def test_answers_are_the_same(directory: Path) -> None:
         where.mkdir(mode=0o700)
         with serve(where, environment=environment, options=OPTIONS, ranks=2) as server:
             if environment:
-                connect_both(server, until)
+                connect_both(server)
                 before = server.report()
             said[way] = [server.ask(url) for url in PICTURES]
             if environment:
@@ -106,7 +106,7 @@ class Load:
 
 def test_kill_9_of_a_tokenizer_gives_its_memory_back(directory: Path) -> None:
     with serve(directory, environment=PLUGGED, options=OPTIONS, ranks=2) as server:
-        connect_both(server, until)
+        connect_both(server)
         with Load(server) as load:
             until(lambda: load.answers >= 4)
             server.processes("tokenizer_worker")[0].kill()

@@ -40,19 +40,19 @@ def test_whoever_runs_is_waited_for(peers: Peers) -> None:
 
 
 def test_whoever_stays_stopped_is_not(peers: Peers, child: Process) -> None:
-    stop(child, until)
+    stop(child)
     peers.look(0)
     with pytest.raises(PeerError, match=rf"worker 1 \(pid {child.pid}\) was stopped"):
         peers.look(1)
 
 
 def test_whoever_goes_on_and_is_stopped_anew_is_stopped_since_then(peers: Peers, child: Process) -> None:
-    stop(child, until)
+    stop(child)
     peers.look(0)
     child.send(signal.SIGCONT)
     until(lambda: ProcessId.of(child.pid).state() != "T")
     peers.look(1)
-    stop(child, until)
+    stop(child)
     peers.look(2)
     with pytest.raises(PeerError, match="was stopped"):
         peers.look(3)
@@ -60,7 +60,7 @@ def test_whoever_goes_on_and_is_stopped_anew_is_stopped_since_then(peers: Peers,
 
 def test_a_server_that_was_stopped_as_a_whole_goes_on(peers: Peers, child: Process) -> None:
     """Its engine core wakes a moment before its workers: after a long time, in which it did not look."""
-    stop(child, until)
+    stop(child)
     peers.look(0)
     peers.look(1000)
     child.send(signal.SIGCONT)
