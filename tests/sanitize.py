@@ -38,10 +38,11 @@ BESIDE = (
 )
 #: Both ends, over real rings and a real slab: what asyncio does for them is not compiled.
 ENDS = (
-    *("tests/simulation/test_simulation.py", "tests/test_session.py", "tests/test_awaiting.py", "tests/test_dropped.py"),
-    *("tests/simulation/test_fan_out.py", "tests/test_door.py", "tests/test_several_engines.py"),
-    *("tests/test_workers.py", "tests/test_kept.py", "tests/test_ring.py", "tests/test_injecting.py"),
-    *("tests/test_claim.py", "tests/integration/test_forged.py"),
+    *("tests/simulation/test_simulation.py", "tests/simulation/test_fan_out.py", "tests/integration/test_forged.py"),
+    *(f"tests/client/test_{name}.py" for name in ("kept", "session", "several_engines")),
+    *(f"tests/ring/test_{name}.py" for name in ("claim", "injecting", "ring")),
+    *(f"tests/ends/test_{name}.py" for name in ("awaiting", "door", "dropped")),
+    "tests/worker/test_workers.py",
 )
 COMPILED = (*CORE, *BESIDE, *ENDS)
 #: What uses the compiled core and is not run, and why.

@@ -1,7 +1,7 @@
 """The compiled core: one extension, from parts by subject.
 
 Each part is a file beside this one, and says what it is about at its head. They are included here one after the other. A part
-uses only names from the parts before it, which ``tests/test_layers.py`` checks. So the parts read like modules, but are
+uses only names from the parts before it, which ``tests/house/test_layers.py`` checks. So the parts read like modules, but are
 compiled as one: a call from one part to another is a call in C, and no type has to be declared twice.
 
 Names are one space for all parts. A name that begins with an underscore is used by its own part alone.

@@ -1,7 +1,7 @@
 """All functions of the system that the core calls. No other file declares a function of the C library that does more than
 compute.
 
-Beside these, parts cimport :mod:`posix.unistd`. ``tests/test_layers.py`` lists the parts that call the system, and why.
+Beside these, parts cimport :mod:`posix.unistd`. ``tests/house/test_layers.py`` lists the parts that call the system, and why.
 """
 
 cdef extern from "<sys/mman.h>" nogil:

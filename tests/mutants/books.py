@@ -377,7 +377,7 @@ FAULTS = (
             "all slots of a request are left as the first one is",
             "viewed != NULL and viewed[place]",
             "viewed != NULL and viewed[0]",
-            "tests/test_claim.py::test_each_slot_of_a_claim_drains_for_its_own_views",
+            "tests/ring/test_claim.py::test_each_slot_of_a_claim_drains_for_its_own_views",
         ),
         (
             "a lease whose first slot has come is still new",
@@ -465,7 +465,7 @@ FAULTS = (
             "what a client has pinned does not count as what it holds",
             "held += client.pinned_blocks",
             "pass",
-            "tests/test_kept.py::test_what_a_client_pins_counts_as_if_it_held_it",
+            "tests/client/test_kept.py::test_what_a_client_pins_counts_as_if_it_held_it",
         ),
         (
             "a client gets one lease more than max_leases",
@@ -701,7 +701,7 @@ FAULTS = (
             "a stamp that is larger than a message's number stands for it, too",
             "load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) == message.sequence",
             "load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) >= message.sequence",
-            "tests/test_workers.py::test_noise_in_its_page_frees_nothing_of_others_and_only_its_own",
+            "tests/worker/test_workers.py::test_noise_in_its_page_frees_nothing_of_others_and_only_its_own",
         ),
         (
             "the bytes of messages that were left still count",
@@ -713,19 +713,19 @@ FAULTS = (
             "a worker that has closed keeps the first message that was sent after that",
             "return closed != 0 and closed <= sequence",
             "return closed != 0 and closed < sequence",
-            "tests/test_workers.py::test_what_is_sent_to_a_worker_that_has_closed_comes_back_though_its_process_lives",
+            "tests/worker/test_workers.py::test_what_is_sent_to_a_worker_that_has_closed_comes_back_though_its_process_lives",
         ),
         (
             "a message goes to workers that have parted",
             "self._member_mask &= ~(<uint64_t>1 << worker.place)",
             "pass",
-            "tests/test_workers.py::test_a_message_to_all_goes_to_no_worker_that_has_parted",
+            "tests/worker/test_workers.py::test_a_message_to_all_goes_to_no_worker_that_has_parted",
         ),
         (
             "the slots of a message that has gone are dropped when their book is",
             "        for i in range(count):\n            drop_region(regions[i])\n",
             "",
-            "tests/test_workers.py::test_a_claim_is_shared_in_place_and_its_slot_waits_for_the_last_worker",
+            "tests/worker/test_workers.py::test_a_claim_is_shared_in_place_and_its_slot_waits_for_the_last_worker",
         ),
     ),
 )

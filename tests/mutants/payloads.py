@@ -267,7 +267,7 @@ FAULTS = (
             "a copy of a slot begins with its header",
             "copy_region(self._mapping.at(numbers.offset + SLOT_HEADER_NBYTES, numbers.nbytes), numbers.nbytes)",
             "copy_region(self._mapping.at(numbers.offset, numbers.nbytes), numbers.nbytes)",
-            "tests/test_backpressure.py::test_replies_do_not_wait_for_the_memory_of_requests",
+            "tests/client/test_backpressure.py::test_replies_do_not_wait_for_the_memory_of_requests",
         ),
         (
             "a negative number of two bytes is a positive one",
@@ -279,7 +279,7 @@ FAULTS = (
             "a reply that was copied out may be a view of its slot",
             "if self.is_copied_out:",
             "if False:",
-            "tests/test_claim.py::test_a_reply_that_is_copied_out_stays_what_it_was",
+            "tests/ring/test_claim.py::test_a_reply_that_is_copied_out_stays_what_it_was",
         ),
     ),
     *faults_in(
@@ -294,7 +294,7 @@ FAULTS = (
             "content that was copied to its slot counts as written in place",
             "content.is_copied_to_slot = is_copied",
             "content.is_copied_to_slot = False",
-            "tests/test_kept.py::test_what_does_not_lie_in_one_slot_is_copied_to_one",
+            "tests/client/test_kept.py::test_what_does_not_lie_in_one_slot_is_copied_to_one",
         ),
         (
             "kept content has the blocks of its bytes without a header",

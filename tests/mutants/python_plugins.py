@@ -50,13 +50,13 @@ FAULTS = (
             "a full slab counts as an engine that has gone",
             'return "space"',
             'return "engine"',
-            "tests/test_plug_ins.py::test_why_a_tensor_goes_inline",
+            "tests/ends/test_plug_ins.py::test_why_a_tensor_goes_inline",
         ),
         (
             "what should not be is not in the log",
             '    logger.error("shmring: a tensor goes inline, and this should not be: %r", error, exc_info=error)\n',
             "",
-            "tests/test_plug_ins.py::test_why_a_tensor_goes_inline",
+            "tests/ends/test_plug_ins.py::test_why_a_tensor_goes_inline",
         ),
     ),
     *faults_in(
@@ -65,19 +65,19 @@ FAULTS = (
             "a check that raises finds nothing",
             "            findings.append(f\"{check.__name__.strip('_')}: {type(error).__name__}: {error}\")",
             "            pass",
-            "tests/test_plug_ins.py::test_each_check_of_a_server_says_what_it_finds_also_if_it_raises",
+            "tests/ends/test_plug_ins.py::test_each_check_of_a_server_says_what_it_finds_also_if_it_raises",
         ),
         (
             "names that inner functions use are not seen",
             "            names |= _names_in(constant)\n",
             "            pass\n",
-            "tests/test_plug_ins.py::test_names_are_those_of_functions_inside_as_well",
+            "tests/ends/test_plug_ins.py::test_names_are_those_of_functions_inside_as_well",
         ),
         (
             "further parameters before the known ones are not seen",
             "if parameters[: len(names)] != [*names]:",
             "if not {*names} <= {*parameters}:",
-            "tests/test_plug_ins.py::test_each_check_of_a_server_says_what_it_finds_also_if_it_raises",
+            "tests/ends/test_plug_ins.py::test_each_check_of_a_server_says_what_it_finds_also_if_it_raises",
         ),
     ),
     *faults_in(

@@ -107,7 +107,7 @@ FAULTS = (
             "records overtake those that wait for room",
             "not self.blocked and self._forks == forks()",
             "self._forks == forks()",
-            "tests/test_claim.py::test_who_sends_at_once_does_not_overtake_what_waits_for_room",
+            "tests/ring/test_claim.py::test_who_sends_at_once_does_not_overtake_what_waits_for_room",
         ),
         (
             "a frontend that gives up is taken for one that rings",
@@ -181,7 +181,7 @@ FAULTS = (
             "what waits is published as what is in flight",
             "store_relaxed_u64(self._at + _AT_WAITING, waiting)",
             "store_relaxed_u64(self._at + _AT_WAITING, in_flight)",
-            "tests/test_several_engines.py::test_an_engine_publishes_what_it_has",
+            "tests/client/test_several_engines.py::test_an_engine_publishes_what_it_has",
         ),
         (
             "a forked child looks into a page that it does not have",
@@ -281,7 +281,7 @@ FAULTS = (
             "who hears a ring between its turns does not ring for the room",
             "        self.wake_writer()\n        return True\n",
             "        return True\n",
-            "tests/test_claim.py::test_who_hears_replies_before_its_turn_rings_for_the_room_that_it_makes",
+            "tests/ring/test_claim.py::test_who_hears_replies_before_its_turn_rings_for_the_room_that_it_makes",
         ),
         (
             "a record that comes between the last look and sleeping is not seen",
@@ -312,7 +312,7 @@ FAULTS = (
             "a reader says for ever that it is reading, after its taker has raised",
             "            kept.is_reading = False",
             "            pass",
-            "tests/test_claim.py::test_what_has_come_is_there_without_a_turn_of_the_loop",
+            "tests/ring/test_claim.py::test_what_has_come_is_there_without_a_turn_of_the_loop",
         ),
         (
             "the end of a ring is bounded anew whenever it is said",
@@ -327,14 +327,14 @@ FAULTS = (
             "it is looked until the time begins",
             "return after < self._until",
             "return after > self._until",
-            "tests/test_workers.py::test_a_blocking_worker_looks_for_a_moment_before_it_sleeps",
+            "tests/worker/test_workers.py::test_a_blocking_worker_looks_for_a_moment_before_it_sleeps",
             "Only how long is looked before somebody sleeps, so it is slower and never wrong.",
         ),
         (
             "moments in vain are counted on after one that was not",
             "0 if found else self._vain + 1",
             "self._vain + 1",
-            "tests/test_workers.py::test_a_blocking_worker_looks_for_a_moment_before_it_sleeps",
+            "tests/worker/test_workers.py::test_a_blocking_worker_looks_for_a_moment_before_it_sleeps",
             "Only how long is looked before somebody sleeps, so it is slower and never wrong.",
         ),
         (

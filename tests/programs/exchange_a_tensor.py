@@ -1,6 +1,6 @@
 """A ring and a client exchange a tensor; prints the answer and the file of every compiled module, as JSON.
 
-Run by tests/test_build.py with other installations than the one that runs the tests.
+Run by tests/house/test_build.py with other installations than the one that runs the tests.
 """
 
 from __future__ import annotations

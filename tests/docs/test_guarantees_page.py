@@ -1,4 +1,4 @@
-"""docs/guarantees.md names tests that exist: each row of its tables, beside those of the guards (tests/test_guards.py)."""
+"""docs/guarantees.md names tests that exist: each row of its tables, beside those of the guards (test_guards.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tests.tables import for_each
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 PAGE = (TESTS.parent / "docs" / "guarantees.md").read_text()
 
 
@@ -33,7 +33,7 @@ def rows_of(page: str) -> list[Row]:
     rows = []
     for block in page.split("\n\n"):
         if "| removed guard |" in block:
-            continue  # with the same words as in tests/guards.py, which tests/test_guards.py says
+            continue  # with the same words as in tests/guards.py, which tests/house/test_guards.py says
         if block.startswith("## "):
             files = {"...": files["..."]}
         files = files | {letter: file for file, letter in re.findall(r"`([\w/]+\.py)`\s+\(`(\w)`", block)}

@@ -11,7 +11,7 @@ from tests.faulty import Fault, check_place
 from tests.guards import GUARDS
 from tests.tables import for_each
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @for_each("guard", GUARDS, ids=lambda guard: guard.name)

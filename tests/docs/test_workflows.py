@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 import shmring
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GITHUB = ROOT / ".github"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))

@@ -14,7 +14,7 @@ import pytest
 from shmring.processes.process import Process
 from tests.leftovers import RUN, processes_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WAITING = "import sys; print(flush=True); sys.stdin.read()"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import shmring
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import sys, shmring

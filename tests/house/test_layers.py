@@ -18,7 +18,7 @@ import pytest
 
 from tests.tables import for_each
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OURS = ("shmring", "bench")
 LINKED = ("engine", "frontend")  # which are packages of shmring
 

@@ -38,7 +38,7 @@ from shmring.frontend.supervisor import ServeOptions
 from tests.frontend.test_option_places import accepted
 from tests.tables import for_each
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = "1.31"  # whose schemas the manifests are compared with
 LIMIT_S = 90.0

@@ -10,7 +10,7 @@ import yaml
 
 from shmring.frontend.ray_options import settings_of_arguments
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
 
 

@@ -5,7 +5,7 @@ gate of its own (tests/instructions). The bounds are what the operations take. W
 rooms do together; what an operation can't do without moves the bound, and the commit says why.
 
 An operation is done several times, and the shortest counts: in a longer one, an end fell asleep or a timer was due.
-``python -m tests.test_journeys`` prints the rooms of each.
+``python -m tests.ends.test_journeys`` prints the rooms of each.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from shmring.frontend.serve_command import serve
 from tests.pages import load_maker
 from tests.tables import for_each
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/operations.md").read_text()
 MONITORING = load_maker("make_monitoring")
 LEVELS = ("warning", "error", "exception", "critical", "log")

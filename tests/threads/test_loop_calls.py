@@ -15,7 +15,7 @@ import shmring
 from shmring.threads.callers_loop import CallersLoop
 from shmring.threads.loop_calls import LoopCall, LoopRunner, _Question
 from shmring.threads.loop_thread import LoopThread
-from tests.test_threads import Thread
+from tests.threads.test_threads import Thread
 from tests.waiting import until
 
 

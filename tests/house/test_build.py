@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from elftools.elf.elffile import ELFFile
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests/programs/exchange_a_tensor.py"
 COMPILED = {path.stem for pattern in ("core/compiled.pyx", "memory/_*.c") for path in ROOT.glob(f"shmring/{pattern}")}
 LINKED = ("engine", "frontend")  # which are packages of shmring

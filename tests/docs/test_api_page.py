@@ -13,7 +13,7 @@ import shmring
 import shmring.threads
 from tests.pages import load_maker
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import shmring
 from shmring import errors
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "errors.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text()
 _SECTION = PAGE.partition("\n## The list\n")[2].partition("\n## ")[0]
 _CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in _SECTION.splitlines() if line.startswith("| `")]
 ROWS = {cells[0].strip("`"): cells[1:] for cells in _CELLS}

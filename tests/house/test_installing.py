@@ -16,7 +16,7 @@ from core_interface import digest
 from tests.installing import Progress, _python_here, fitting_wheel, install, news, requirements
 from tests.tables import for_each
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @for_each(

@@ -29,7 +29,7 @@ from tests.integration.test_forged import Forger
 from tests.nursery import Forked, Nursery
 from tests.waiting import until
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def is_whole(ring: threads.Ring) -> bool:

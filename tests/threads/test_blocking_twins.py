@@ -40,7 +40,7 @@ def arguments_of(call: Any) -> list[tuple[str, Any, Any]]:
 
 @for_each("own", TWINS, ids=lambda kind: kind.__name__)
 def test_a_blocking_client_has_what_an_asyncio_client_has(own: type, make_api: ModuleType) -> None:
-    """``tests/test_api_page.py`` sees to it that the tables have every public name that is not internal."""
+    """``tests/docs/test_api_page.py`` sees to it that the tables have every public name that is not internal."""
     twin = TWINS[own]
     [section] = [section for section in make_api.SECTIONS if section.asyncio_class is own]
     names = set(section.members.split())

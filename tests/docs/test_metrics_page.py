@@ -21,7 +21,7 @@ from tests.tables import for_each
 
 TIMES = {"fetch", "preparation", "slot_wait"}
 NAMED_AS_VLLM_S = {"waiting_requests", "running_requests", "prompt_tokens", "generated_tokens"}
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = (ROOT / "docs" / "metrics.md").read_text().split("\n## ")[1:]
 
 

@@ -19,12 +19,12 @@ import torch
 import shmring
 from shmring import threads
 from tests.nursery import Nursery
-from tests.test_threads import Thread, interrupted, is_whole
+from tests.threads.test_threads import Thread, interrupted, is_whole
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LONG_S = 15.0  # longer than these tests wait for anything, so that nobody is woken by time alone
 BOTH_KINDS = pytest.mark.parametrize("served_by", ["callers", "both"])
 

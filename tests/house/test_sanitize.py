@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.house.test_layers import imports, module_name, source_name
 from tests.sanitize import COMPILED, CORE, LEFT_OUT, THREADED
-from tests.test_layers import imports, module_name, source_name
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COMPILED_MODULES = {module_name(path) for path in (ROOT / "shmring").rglob("*.pyx")}
 TESTS = {source_name(path): path for path in (ROOT / "tests").rglob("test_*.py")}
 

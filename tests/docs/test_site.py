@@ -13,7 +13,7 @@ import pytest
 
 import shmring
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "site"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -415,7 +415,7 @@ _KINDS = {title(kind): kind for kind in REFUSED}
 
 
 def outcomes_in(nursery: Nursery, directory: str, *served_by: str) -> dict[tuple[type, str], str]:
-    program = "import sys; from tests.test_forked_children import say_outcomes; say_outcomes(*sys.argv[1:])"
+    program = "import sys; from tests.ends.test_forked_children import say_outcomes; say_outcomes(*sys.argv[1:])"
     done = nursery.run_text(program, directory, *served_by)
     assert (done.returncode, done.stderr) == (0, "")
     return {(_KINDS[kind], name): outcome for kind, name, outcome in json.loads(done.stdout)}
