@@ -241,7 +241,7 @@ class _Frontend(BaseFrontend):
         super().__init__(engine.end, client_id)
         self.engine = engine
         self.link = _NoLink()
-        self.attach(RecordWriter(bytearray(ring_nbytes(256)), -1))
+        self.attach(RecordWriter(bytearray(ring_nbytes(1 << 10)), -1))
 
     def handle_message(self, record: bytes) -> None:
         self.engine.message_received(self.client_id, record)
@@ -775,7 +775,7 @@ def worker_records(data: bytes) -> None:
     memory = bytearray(ring_nbytes(1 << 13))
     end = WorkerEnd(
         RecordReader(memory, -1),
-        RecordWriter(bytearray(ring_nbytes(256)), -1),
+        RecordWriter(bytearray(ring_nbytes(1 << 10)), -1),
         _BELL.fileno(),
         _SLAB,
         page,
