@@ -160,7 +160,7 @@ BOUNDS = [
     Bound(large_request, 25, 8),
     Bound(new_lease, 53, 24),
     Bound(abort, 105, 54),
-    Bound(keep_and_find, 85, 33),
+    Bound(keep_and_find, 80, 32),
     Bound(gather, 42, 13),
 ]
 

@@ -165,7 +165,7 @@ async def _claim_and_end(world: World) -> None:
 
 
 async def _claim_many(world: World) -> None:
-    for claim in await world.ring.claim_many(3, linger_s=0.01):
+    for claim in await world.ring.claim_many(4, linger_s=0.01):
         with claim:
             await claim.reply(1)
 
@@ -196,13 +196,11 @@ async def _run_batches(world: World) -> None:
 
 
 async def _iterate(world: World) -> None:
-    count = 0
-    async for claim in world.ring:
-        with claim:
-            await claim.reply(1)
-        count += 1
-        if count == 3:
-            break
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.03):
+            async for claim in world.ring:
+                with claim:
+                    await claim.reply(1)
 
 
 #: Where a handler answers.

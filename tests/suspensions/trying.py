@@ -48,6 +48,9 @@ class Trial:
 
         Returns:
             How often it was interrupted.
+
+        Raises:
+            AssertionError: something is left, or it was never interrupted: then this has tried nothing.
         """
         times = vain = 0
         async with World.open(self._directory, handles=not self._claims) as world:
@@ -57,6 +60,7 @@ class Trial:
                 elif (vain := vain + 1) == _IN_VAIN:
                     break
             await self._once(world, 0, how)
+        assert times, f"{self._name} has no suspension at which it could be interrupted"
         return times
 
     async def at(self, numbers: list[int], how: Interruption) -> None:
