@@ -661,8 +661,8 @@ def test_a_killed_engine_is_503_and_ends_the_server_with_an_error(socket_dir: Pa
 def test_a_killed_supervisor_takes_everything_with_it(socket_dir: Path) -> None:
     with serving(socket_dir, "--slab-nbytes=16MiB") as server:
         server.process.kill()
-        until(lambda: not any(lives(pid) for pid in (server.engine, *server.frontends)), timeout=10)
-        until(lambda: not server.metrics_dir.exists(), timeout=5)
+        until(lambda: not any(lives(pid) for pid in (server.engine, *server.frontends)))
+        until(lambda: not server.metrics_dir.exists())
         assert segments_of(NAME) == []
 
 
