@@ -133,11 +133,12 @@ cdef class BaseSubmission:
         """Whether a reply has come, taken or not."""
         return self._replies is not None
 
-    def _raise_error(self) -> None:
-        """Raises how it ended, unless it finished."""
+    cdef int check_error(self) except -1:
+        """Its caller learns that it has ended: raises how, unless it finished."""
         self._was_left = True
         if self._error is not None:
             raise fresh(self._error)
+        return 0
 
     def _give_up(self, error: Exception) -> None:
         """No more replies will be read: its caller gets this error."""
@@ -251,9 +252,7 @@ cdef class _UntilEnd(_Waiting):
             submission._end.hear()  # the reply may be in the ring, unread
         if not submission.ended:
             return self.wait_for_more()
-        submission._was_left = True
-        if submission._error is not None:
-            raise fresh(submission._error)
+        submission.check_error()
         return owned(None)
 
 
@@ -270,9 +269,7 @@ cdef class _NextReply(_Waiting):
         if submission._replies:
             return owned(submission._take_reply(self.reply_type))
         if submission.ended:
-            submission._was_left = True
-            if submission._error is not None:
-                raise fresh(submission._error)
+            submission.check_error()
             return nothing_more()
         return self.wait_for_more()
 
