@@ -434,6 +434,20 @@ STORIES = {
         8 asks 2 ->
         79 moments pass ->
         the moment passes -> 8 gets 8 at 3+2""",
+    "several who wait in vain have their windows one after the other, and then who is behind them is served": """
+        full 2 2 2; 2 disconnects ->
+        9 asks 6 -> 1 recalled 3, 3 recalled 5
+        1 returns 3 ->
+        3 returns 5 ->
+        8 asks 6 ->
+        10 connects 1 ->
+        10 asks 2 ->
+        39 moments pass ->
+        the moment passes ->
+        39 moments pass ->
+        the moment passes -> 10 gets 6 at 1+2
+        10 returns 6 ->
+        10 asks 2 -> 10 gets 7 at 1+2""",
     "a window over what its own client goes on using is given up as well": """
         full 2 2 2; 1 asks 6 -> 2 recalled 4, 3 recalled 5
         2 returns 4 ->

@@ -318,6 +318,7 @@ class Simulation:
             self._finish()
             self._pass_moments()
             self._pass_frontends_moments()
+            self._pass_moments()  # for what the last of these asked for, behind the windows of others
             check_nobody_is_held_up(self)
             self._go_on()
         self._kill_who_keeps_memory()
@@ -343,11 +344,13 @@ class Simulation:
 
         Each of them has its window by then, and gives it up if what lies there does not come.
         """
-        in_vain = 0  # one after the other: a window may have been open in the last one, and its owner rest in this one
+        in_vain = 0  # one after the other: in each, a window may have been given up for the next one that waits
         for _ in range(_MAX_WINDOWS):
-            if self.engine is None or not self.engine.book.is_awaited() or in_vain == 2:
+            if self.engine is None or not self.engine.book.is_awaited():
                 return
             before = self._who_waits()
+            if in_vain > len(before):
+                return
             for _ in range(_MOMENTS + max(want.patience for want in self.engine.book.host._wants.values())):
                 if self.engine.book.is_awaited():
                     self._pass_moment(self.engine)

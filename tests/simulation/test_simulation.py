@@ -35,7 +35,7 @@ from tests.simulation.engine import Handling
 from tests.simulation.exploration import EXPLORATIONS, explore
 from tests.simulation.failure import Failure, replay, shorten
 from tests.simulation.frontend import Caller, HeldReply
-from tests.simulation.scenario import Action, Kind, Scenario, Violation
+from tests.simulation.scenario import Action, Forgery, Kind, Scenario, Violation
 from tests.simulation.simulation import Simulation
 from tests.simulation.state import duplicate, encode
 from tests.simulation.walk import choose, walk
@@ -98,6 +98,27 @@ def test_nobody_waits_without_need_for_who_has_stopped_or_reads_nothing(name: st
     found = explore(name, max_states)
     assert found.failure is None
     assert found.settled > 100
+
+
+def test_who_waits_behind_several_windows_is_served_when_these_were_given_up() -> None:
+    """They lie over what processes keep whose connections have ended, and each is kept for a second."""
+    scenario = Scenario(
+        leasable_blocks=20, reply_blocks=1, max_lease_blocks=9, quota_blocks=4, max_leases=1, max_inflight=5, base_blocks=3,
+        lease_blocks=2, processes=4, stops=True, slot_blocks=(1, 2, 6, 20), reply_blocks_wanted=(0, 1), max_slots=3,
+        max_queue=8, turns_wait=True, looks=True,
+    )  # fmt: skip
+    with closing(Simulation(scenario)) as simulation:
+        for action in (
+            Action(Kind.CONNECT, 2),
+            *(Action(Kind.FORGE, process, Forgery.OLD_EPOCH) for process in (1, 2)),
+            *(Action(Kind.CONNECT, process) for process in (2, 1)),
+            *(
+                Action(Kind.REQUEST, process, blocks)
+                for process, blocks in ((2, 20), (1, 20), (1, 6), (1, 6), (2, 2), (0, 20), (0, 6))
+            ),
+        ):
+            simulation.apply(action)
+        simulation.settle()
 
 
 def test_an_exploration_that_is_cut_short_says_so() -> None:
