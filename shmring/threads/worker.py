@@ -3,8 +3,7 @@
 Theory of operation: there is no loop and no further thread. A thread that receives looks into the ring itself, for a moment or
 for ``busy_poll_s``, and then sleeps in the kernel until the engine rings or dies. Several threads may receive at once: one
 looks, the others wait in line. The thread that replies writes the reply itself. Leaving a message acknowledges it, in C, on
-whatever
-thread: see ``core/worker_end.pyx``.
+whatever thread: see ``core/worker_end.pyx``.
 
 If a finaliser has something to send (a message that wanted a reply was dropped), the next call sends it, because a finaliser
 must not wait.
@@ -24,18 +23,15 @@ import threading
 import time
 from collections import deque
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, Unpack, overload
+from typing import Any, Generic, Self, Unpack, overload
 
 from typing_extensions import TypeVar
 
 from shmring.config import WorkerConfig, WorkerOptions, busy_poll_of, configured
-from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, BaseMessage, Origin, RecordReader, RecordWriter, receive_bells
-from shmring.core.messages import Refused, decode_engine_message
-from shmring.core.printable import printable
+from shmring.core.compiled import ENDED, FOREIGN, GAVE_UP, RecordReader, RecordWriter, receive_bells
 from shmring.door import check_name, rank_of, timeout_of
 from shmring.errors import (
     ClosedError,
-    EngineDeadError,
     LocalProtocolError,
     RemoteProtocolError,
     ShmringError,
@@ -47,25 +43,19 @@ from shmring.threads.greenlets import check_threads
 from shmring.threads.loop_calls import OPEN_FILES
 from shmring.transport.liveness import is_stopped
 from shmring.uncopied import uncopied
-from shmring.worker.answers import failure_record, records_of
+from shmring.worker.answers import failure_record
 from shmring.worker.joining import Joined, join_in_time
+from shmring.worker.worker import BaseConnection, TypedMessage
 
 __all__ = ["Message", "Worker", "join"]
 
 _Payload = TypeVar("_Payload", default=Any)
 
 
-class Message(BaseMessage, Generic[_Payload]):
+class Message(TypedMessage[_Payload]):
     """A message of the engine, for any thread: ``with message:``. Its attributes are those of :class:`shmring.Message`."""
 
     __slots__ = ()
-
-    if TYPE_CHECKING:
-
-        @property
-        def payload(self) -> _Payload: ...
-
-    __reduce_ex__ = uncopied("it is left once, in the process that has it; hand on copies of its payload's tensors")
 
     def reply(self, payload: object, *, timeout: float | None = None) -> None:
         """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
@@ -88,23 +78,20 @@ class Message(BaseMessage, Generic[_Payload]):
         connection.send_answer(self, payload, timeout_of(timeout))
 
 
-class _Connection:
+class _Connection(BaseConnection):
     """A worker's connection to its engine: messages and replies, each for one thread at a time, and how it ends.
 
     Attributes:
         receiving: the turn of the thread that receives.
     """
 
-    def __init__(self, name: str, rank: int, joined: Joined, payload_type: Any) -> None:
-        self.name = name
-        self.rank = rank
-        self._origin = Origin()
+    def __init__(self, joined: Joined, payload_type: Any) -> None:
+        super().__init__(joined)
         self._socket = joined.socket
         self._pidfd = joined.pidfd
         self.receiving = _Turn("receives")
         self._sending = _Turn("replies")
         self._unsaid: deque[bytes] = deque()  # failures of messages that could not be sent yet: bounded like messages
-        self._reason: ShmringError | None = None  # why no more messages will come
         self._is_closing = False
         self._has_ended = False  # the connection; what was published before is still read
         fd = joined.socket.fileno()
@@ -125,13 +112,14 @@ class _Connection:
                 raise fresh(self._reason)
             try:
                 taken = self._end.receive(self._pidfd, 0.0 if self._has_ended else wait_s, busy_s)
+                if isinstance(taken, Message):
+                    return taken
+                if isinstance(taken, bytes):
+                    self._is_over(self._why_ended(taken))
+                    continue
             except RemoteProtocolError as error:
                 self._is_over(error)
                 raise
-            if isinstance(taken, Message):
-                return taken
-            if isinstance(taken, bytes):
-                raise self._ended_by_engine(taken)
             if self._has_ended:
                 self._is_over(self._dead())
             elif not taken:
@@ -144,21 +132,6 @@ class _Connection:
         self.check_process()
         return self._pidfd >= 0 and is_stopped(self._pidfd)
 
-    def _ended_by_engine(self, record: bytes) -> ShmringError:
-        error: ShmringError
-        try:
-            message = decode_engine_message(record)
-            if isinstance(message, Refused):
-                error = ClosedError(
-                    f"engine {self.name!r} has ended the connection of worker {self.rank}: {printable(message.reason)}"
-                )
-            else:
-                error = RemoteProtocolError(f"{type(message).__name__} is nothing that a worker is sent")
-        except RemoteProtocolError as caught:
-            error = caught
-        self._is_over(error)
-        return fresh(error)
-
     def _hear(self, heard: int) -> None:
         """As of :func:`~shmring.core.compiled.receive_bells`. What was published before the end is still read."""
         if heard & (FOREIGN | GAVE_UP):
@@ -170,19 +143,17 @@ class _Connection:
 
     def send_answer(self, message: Message, payload: object, timeout: float | None) -> None:
         """For :meth:`Message.reply`."""
-        self._check_alive()
-        record = self._end.pack_answer(payload, message.sequence)
-        parts = deque(records_of(record, self._writer.largest_record_nbytes))
-        count = len(parts)
-        if not self._end.mark_answered(message):
+        parts = self._answer(message, payload, self._writer.largest_record_nbytes)
+        if not parts:
             return
+        count = len(parts)
         try:
             self._send(parts, timeout)
         except BaseException:
             if len(parts) == count:  # nothing was sent
                 self._end.unmark_answered(message)
             elif parts:  # nothing else can follow half of a reply
-                self._is_over(ClosedError(f"worker {self.rank} has given up in the middle of a reply"))
+                self._is_over(self._half_answered())
             raise
 
     def fail_answer(self, sequence: int, error: BaseException) -> None:
@@ -244,31 +215,18 @@ class _Connection:
 
     # -- its end -----------------------------------------------------------------------------------------------------
 
-    def _dead(self) -> EngineDeadError:
-        return EngineDeadError(f"engine {self.name!r} is dead, or has ended the connection without a word", engine=self.name)
-
     def _is_over(self, reason: ShmringError) -> None:
         if self._reason is None:
             self._reason = reason
             with contextlib.suppress(OSError):  # the engine has ended it
                 self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _check_alive(self) -> None:
-        self.check_process()
-        if self._reason is not None:
-            raise fresh(self._reason)
-
-    def check_process(self) -> None:
-        """For messages: raises ClosedError in a forked child."""
-        if self._origin.forked:
-            raise self._origin.stray(f"worker {self.rank} of engine {self.name!r}", "join anew")
-
     def close(self) -> None:
         """See :meth:`Worker.close`."""
         if self._origin.forked or self._pidfd < 0:
             return
         self._is_closing = True
-        self._is_over(ClosedError(f"worker {self.rank} of engine {self.name!r} is closed"))
+        self._is_over(ClosedError(f"{self._what} is closed"))
         self._tidy_up()
 
     def take(self, turn: _Turn, timeout: float | None) -> bool:
@@ -320,12 +278,12 @@ class Worker(Generic[_Payload]):
         config: as configured.
     """
 
-    def __init__(self, name: str, rank: int, config: WorkerConfig, joined: Joined, payload_type: Any) -> None:
-        self.name = name
+    def __init__(self, joined: Joined, payload_type: Any) -> None:
+        self.name = joined.name
         self.epoch = joined.epoch
-        self.rank = rank
-        self.config = config
-        self._connection = _Connection(name, rank, joined, payload_type)
+        self.rank = joined.rank
+        self.config = joined.config
+        self._connection = _Connection(joined, payload_type)
 
     __reduce_ex__ = uncopied("it belongs to one process, whose threads may share it; join with another rank in the new one")
 
@@ -518,7 +476,7 @@ def join(
     check_open_files(OPEN_FILES, f"worker {rank} of {name!r}")
     joined = _run_apart(name, rank, label, settled)
     try:
-        return Worker(name, rank, settled, joined, payload_type)
+        return Worker(joined, payload_type)
     except BaseException:
         joined.close()
         raise

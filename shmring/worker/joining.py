@@ -44,6 +44,9 @@ _OPEN_FILES = 8  # of a worker: its socket, what it is sent with the welcome, th
 class Joined:
     """A worker's place at an engine. The owner of this object closes socket and pidfd."""
 
+    name: str
+    rank: int
+    config: WorkerConfig
     epoch: int
     socket: socket.socket
     pidfd: int
@@ -109,10 +112,10 @@ async def join_in_time(name: str, rank: int, label: str, config: WorkerConfig) -
     uids = config.engine_uids if config.engine_uids is not None else frozenset({os.getuid()})
     join = Join(PROTOCOL_VERSION, rank, label)
     engine = await reach_in_time(name, path, lambda: join_engine(path, join, uids), config.connect_timeout_s)
-    return _map(engine, config.prefault)
+    return _map(name, rank, config, engine)
 
 
-def _map(engine: JoinedEngine, prefault: bool) -> Joined:
+def _map(name: str, rank: int, config: WorkerConfig, engine: JoinedEngine) -> Joined:
     welcome = engine.welcome
     try:
         check_worker_welcome(welcome)
@@ -125,8 +128,11 @@ def _map(engine: JoinedEngine, prefault: bool) -> Joined:
         check_sealed(engine.page_fd, WORKER_PAGE_NBYTES, "a worker's page")
         page = Mapping(engine.page_fd, WORKER_PAGE_NBYTES)
         page.advise(0, WORKER_PAGE_NBYTES, _MADV_DONTFORK)
-        mapping = map_read_only(engine.memory_fds, sizes, prefault=prefault)
+        mapping = map_read_only(engine.memory_fds, sizes, prefault=config.prefault)
         return Joined(
+            name,
+            rank,
+            config,
             welcome.epoch,
             engine.socket,
             engine.pidfd,

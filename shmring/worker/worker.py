@@ -3,6 +3,9 @@
 Theory of operation: a :class:`~shmring.transport.link.Link` reads records in the loop, as on both sides of a frontend's
 connection. The records wait here until they are received; ``RingConfig.worker_backlog`` bounds them. A message is opened when
 it is received. Leaving it acknowledges it, in C, without the loop: see ``core/worker_end.pyx``.
+
+A worker for threads (``threads/worker.py``) has the same compiled end, and is made of the base classes here. They differ in how
+they wait, in what carries a reply to the engine, and in which thread may do what.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing_extensions import TypeVar
 
 from shmring.cancellation import retrieve
 from shmring.config import WorkerConfig, WorkerOptions, configured
-from shmring.core.compiled import BaseMessage, Origin
+from shmring.core.compiled import BaseMessage, Origin, WorkerEnd
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
 from shmring.door import check_name, rank_of
@@ -31,7 +34,7 @@ from shmring.uncopied import uncopied
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
 
-__all__ = ["Message", "Worker", "join"]
+__all__ = ["BaseConnection", "Message", "TypedMessage", "Worker", "join"]
 
 _Payload = TypeVar("_Payload", default=Any)
 
@@ -40,7 +43,20 @@ _MOST_MESSAGES = 256
 _BACKLOG_NBYTES = _MOST_MESSAGES * _LARGEST_FAILURE_NBYTES
 
 
-class Message(BaseMessage, Generic[_Payload]):
+class TypedMessage(BaseMessage, Generic[_Payload]):
+    """A message whose payload has a type, and which one process has."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def payload(self) -> _Payload: ...
+
+    __reduce_ex__ = uncopied("it is left once, in the process that has it; hand on copies of its payload's tensors")
+
+
+class Message(TypedMessage[_Payload]):
     """A message of the engine. Use it as ``with message:``; leaving acknowledges it, when the last view of it has died.
 
     Attributes:
@@ -52,13 +68,6 @@ class Message(BaseMessage, Generic[_Payload]):
     """
 
     __slots__ = ()
-
-    if TYPE_CHECKING:
-
-        @property
-        def payload(self) -> _Payload: ...
-
-    __reduce_ex__ = uncopied("it is left once, in the process that has it; hand on copies of its payload's tensors")
 
     async def reply(self, payload: object) -> None:
         """Replies to a message, once. Waits while the engine reads more slowly than it is written to.
@@ -81,17 +90,68 @@ class Message(BaseMessage, Generic[_Payload]):
         await connection.send_answer(self, payload)
 
 
-class _Connection:
+class BaseConnection:
+    """A worker's connection to its engine: how replies are cut into records, and why it has ended.
+
+    Args:
+        joined: the worker's place.
+
+    Attributes:
+        name: the engine's name.
+        rank: the worker's.
+    """
+
+    _end: WorkerEnd  # the subclass makes it
+
+    def __init__(self, joined: Joined) -> None:
+        self.name = joined.name
+        self.rank = joined.rank
+        self._what = f"worker {self.rank} of engine {self.name!r}"  # for errors
+        self._origin = Origin()
+        self._reason: ShmringError | None = None  # why no more messages will come
+
+    def _answer(self, message: BaseMessage, payload: object, largest_nbytes: int) -> deque[bytes]:
+        """Returns the records of a reply, of so many bytes at most, for one after the other; none if the engine gathers no
+        replies. The message counts as replied to from here on. Raises what ``reply`` of a message does."""
+        self._check_alive()
+        parts = deque(records_of(self._end.pack_answer(payload, message.sequence), largest_nbytes))
+        if not self._end.mark_answered(message):
+            parts.clear()
+        return parts
+
+    def _why_ended(self, record: bytes) -> ClosedError:
+        """Reads the record with which the engine ends the connection. Another one raises RemoteProtocolError."""
+        message = decode_engine_message(record)
+        if not isinstance(message, Refused):
+            raise RemoteProtocolError(f"{type(message).__name__} is nothing that a worker is sent")
+        return ClosedError(f"engine {self.name!r} has ended the connection of worker {self.rank}: {printable(message.reason)}")
+
+    def _dead(self) -> EngineDeadError:
+        return EngineDeadError(f"engine {self.name!r} is dead, or has ended the connection without a word", engine=self.name)
+
+    def _half_answered(self) -> ClosedError:
+        """The error of a connection after half of a reply: nothing else can follow that."""
+        return ClosedError(f"worker {self.rank} has given up in the middle of a reply")
+
+    def _check_alive(self) -> None:
+        self.check_process()
+        if self._reason is not None:
+            raise fresh(self._reason)
+
+    def check_process(self) -> None:
+        """Raises ClosedError in a forked child."""
+        if self._origin.forked:
+            raise self._origin.stray(self._what, "join anew")
+
+
+class _Connection(BaseConnection):
     """A worker's connection to its engine: received messages, replies, and how it ends."""
 
-    def __init__(self, name: str, rank: int, config: WorkerConfig, joined: Joined, payload_type: Any) -> None:
-        self.name = name
-        self.rank = rank
+    def __init__(self, joined: Joined, payload_type: Any) -> None:
+        super().__init__(joined)
         self._loop = asyncio.get_running_loop()
-        self._origin = Origin()
         self._records: deque[bytes] = deque()
         self._receivers: Line[None] = Line()
-        self._reason: ShmringError | None = None  # why no more messages will come
         self._is_closed = False
         self._answering = asyncio.Lock()  # a reply's parts follow each other
         self._rest: asyncio.Task[None] | None = None  # sends them, for the last reply that has several
@@ -103,7 +163,7 @@ class _Connection:
             joined.outgoing,
             poller_of(self._loop),
             max_backlog_nbytes=_BACKLOG_NBYTES,
-            busy_poll_s=config.busy_poll_s,
+            busy_poll_s=joined.config.busy_poll_s,
         )
         try:
             self._end = joined.make_end(self, self._link.reader, self._link.writer, Message, payload_type)
@@ -144,7 +204,7 @@ class _Connection:
 
     async def record_came(self) -> None:
         """Waits for a record, or for the end."""
-        self._check_loop()
+        check_loop(self._loop, self._what)
         await self._receivers.wait(lambda _: self._wake())
 
     def _wake(self) -> None:
@@ -159,12 +219,10 @@ class _Connection:
 
     async def send_answer(self, message: Message, payload: object) -> None:
         """For :meth:`Message.reply`."""
-        self._check_alive()
-        record = self._end.pack_answer(payload, message.sequence)
-        if not self._end.mark_answered(message):
+        parts = self._answer(message, payload, self._link.largest_record_nbytes)
+        if not parts:
             return
         try:
-            parts = deque(records_of(record, self._link.largest_record_nbytes))
             await self._answering.acquire()
             try:
                 await self._writable()
@@ -196,7 +254,7 @@ class _Connection:
             self._rest = None  # if it fails, it holds the error, whose traceback holds the frame of the caller that replies
             self._answering.release()
             if parts:  # after half of a reply, no other message can be sent
-                self._is_over(ClosedError(f"worker {self.rank} has given up in the middle of a reply"))
+                self._is_over(self._half_answered())
                 self._link.close()
 
     async def _writable(self) -> None:
@@ -223,12 +281,7 @@ class _Connection:
             self._records.append(record)
             self._wake()
             return
-        message = decode_engine_message(record)
-        if not isinstance(message, Refused):
-            raise RemoteProtocolError(f"{type(message).__name__} is nothing that a worker is sent")
-        self._is_over(
-            ClosedError(f"engine {self.name!r} has ended the connection of worker {self.rank}: {printable(message.reason)}")
-        )
+        self._is_over(self._why_ended(record))
 
     def peer_gave_up(self) -> None:
         """For the link: an engine never gives up."""
@@ -254,27 +307,10 @@ class _Connection:
         self._is_over(self._dead())
         self._link.abort()
 
-    def _dead(self) -> EngineDeadError:
-        return EngineDeadError(f"engine {self.name!r} is dead, or has ended the connection without a word", engine=self.name)
-
     def _is_over(self, reason: ShmringError) -> None:
         if self._reason is None:
             self._reason = reason
         self._wake()
-
-    def _check_alive(self) -> None:
-        self.check_process()
-        if self._reason is not None:
-            raise fresh(self._reason)
-
-    def _check_loop(self) -> None:
-        self.check_process()  # a forked child has another loop, too
-        check_loop(self._loop, f"worker {self.rank} of engine {self.name!r}")
-
-    def check_process(self) -> None:
-        """For messages: raises ClosedError in a forked child."""
-        if self._origin.forked:
-            raise self._origin.stray(f"worker {self.rank} of engine {self.name!r}", "join anew")
 
     # -- its end -----------------------------------------------------------------------------------------------------
 
@@ -282,9 +318,9 @@ class _Connection:
         """See :meth:`Worker.close`."""
         if self._origin.forked or self._is_closed:
             return
-        self._check_loop()
+        check_loop(self._loop, self._what)
         self._is_closed = True
-        self._is_over(ClosedError(f"worker {self.rank} of engine {self.name!r} is closed"))
+        self._is_over(ClosedError(f"{self._what} is closed"))
         self._watch.close()
         self._leave_unread()
         self._link.close()
@@ -307,12 +343,12 @@ class Worker(Generic[_Payload]):
         config: as configured.
     """
 
-    def __init__(self, name: str, rank: int, config: WorkerConfig, joined: Joined, payload_type: Any) -> None:
-        self.name = name
+    def __init__(self, joined: Joined, payload_type: Any) -> None:
+        self.name = joined.name
         self.epoch = joined.epoch
-        self.rank = rank
-        self.config = config
-        self._connection = _Connection(name, rank, config, joined, payload_type)
+        self.rank = joined.rank
+        self.config = joined.config
+        self._connection = _Connection(joined, payload_type)
 
     __reduce_ex__ = uncopied("it belongs to one process and one event loop; join with another rank in the new one")
 
@@ -367,7 +403,7 @@ class Worker(Generic[_Payload]):
 
 
 async def _join(name: str, rank: int, config: WorkerConfig, payload_type: Any, label: str) -> Worker[Any]:
-    return Worker(name, rank, config, await join_in_time(name, rank, label, config), payload_type)
+    return Worker(await join_in_time(name, rank, label, config), payload_type)
 
 
 @overload
