@@ -1348,7 +1348,7 @@ GUARDS = (
     Guard(
         "a message that is given up while it is copied keeps no tensor",
         "shmring/core/fan_out_end.pyx",
-        "            parcel.packed.parts = []",
+        "            parcel.packed.parts = ()",
         "            pass",
         "tests/worker/test_workers.py::test_a_broadcast_whose_time_is_over_while_it_is_copied_keeps_no_tensor",
     ),

@@ -29,6 +29,8 @@ Invariants (:meth:`EngineBook.check` asserts them): free, leased and quarantined
 of its client; no two live slots overlap; a client that is gone and whose slots are all released holds nothing.
 """
 
+from cpython.ref cimport Py_INCREF
+from cpython.tuple cimport PyTuple_New, PyTuple_SET_ITEM
 from libc.stdint cimport INT64_MAX, int64_t, uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
 
@@ -360,42 +362,39 @@ cdef class EngineBook:
         cdef uint64_t last_generation = client.last_generation
         cdef RequestRecord request = RequestRecord.__new__(RequestRecord)
         cdef EngineSlotRecord slot
-        cdef list records = None
-        cdef Py_ssize_t place
+        cdef tuple records = PyTuple_New(count) if count else ()
+        cdef Py_ssize_t place, published = 0
         if request_id > INT64_MAX or <int64_t>request_id <= client.last_request_id:
             raise RemoteProtocolError(f"request {request_id} was submitted after request {client.last_request_id}")
         if client.requests.count >= self._max_inflight:
             raise RemoteProtocolError(f"more than max_inflight ({self.limits.max_inflight}) requests were submitted")
-        if count:
-            records = [None] * count
-            try:
-                for place in range(count):
-                    if slots[place].lease_id == KEPT_LEASE:
-                        slot = self._use(client, &slots[place])
-                    else:
-                        slot = self._publish(client, &slots[place], last_generation)
-                        last_generation = slots[place].generation
-                    records[place] = slot
-                    client.slots.put(slot.generation, slot)
-                client.requests.put(request_id, request)
-            except BaseException:
-                for slot in records:
-                    if slot is None:
-                        break
-                    client.slots.take(slot.generation)
-                    if slot.kept is None:
-                        slot.lease.live.give(slot.start, slot.blocks)
-                    else:
-                        self.kept.unpin(slot.kept)  # whose client has it pinned
-                        self._next_use -= 1
-                raise
-            self._slots_in[PUBLISHED] += count
-            for slot in records:
-                if slot.kept is None:
-                    self._device_slots += slot.lease.memory == DEVICE
-                    slot.lease.new_moments = 0
-        else:
+        try:
+            while published < count:
+                if slots[published].lease_id == KEPT_LEASE:
+                    slot = self._use(client, &slots[published])
+                else:
+                    slot = self._publish(client, &slots[published], last_generation)
+                    last_generation = slots[published].generation
+                Py_INCREF(slot)
+                PyTuple_SET_ITEM(records, published, slot)
+                published += 1
+                client.slots.put(slot.generation, slot)
             client.requests.put(request_id, request)
+        except BaseException:
+            for place in range(published):
+                slot = <EngineSlotRecord>records[place]
+                client.slots.take(slot.generation)
+                if slot.kept is None:
+                    slot.lease.live.give(slot.start, slot.blocks)
+                else:
+                    self.kept.unpin(slot.kept)  # whose client has it pinned
+                    self._next_use -= 1
+            raise
+        self._slots_in[PUBLISHED] += count
+        for slot in records:
+            if slot.kept is None:
+                self._device_slots += slot.lease.memory == DEVICE
+                slot.lease.new_moments = 0
         client.last_generation = last_generation
         client.last_request_id = <int64_t>request_id
         request.request_id, request.slots, request.state_number = request_id, records, WAITING
@@ -435,9 +434,8 @@ cdef class EngineBook:
 
     cdef int _claim_slots(self, RequestRecord request) except -1:
         cdef EngineSlotRecord slot
-        if request.slots is not None:
-            for slot in request.slots:
-                self._move(None, slot, CLAIM)
+        for slot in request.slots:
+            self._move(None, slot, CLAIM)
         return 0
 
     cdef int _move(self, ClientRecord client, EngineSlotRecord slot, int event) except -1:
@@ -497,7 +495,7 @@ cdef class EngineBook:
             return None
         effects = [RequestAborted(client.client_id, request_id, request.state_number == RUNNING)]
         request.state_number = requests.advance(request.state_number, ABORT)
-        for slot in request.slots or ():
+        for slot in request.slots:
             if slot.state_number == RELEASED:
                 continue  # its claim has released the slots already
             if self._move(client, slot, ABORT_SLOT) == RELEASED and slot.kept is None:
@@ -543,17 +541,16 @@ cdef class EngineBook:
         cdef Py_ssize_t place = 0
         cdef list effects = None
         count[0] = 0
-        if request.slots is not None:
-            for slot in request.slots:
-                if slot.state_number != CLAIMED and slot.state_number != PUBLISHED:
-                    pass  # released or draining already, by itself
-                elif viewed != NULL and viewed[place]:
-                    self._move(client, slot, ENGINE_RELEASE_VIEWED)
-                else:
-                    self._move(client, slot, ENGINE_RELEASE)
-                    released[count[0]] = slot.generation
-                    count[0] += slot.kept is None  # its client has its own pin, and need not be told
-                place += 1
+        for slot in request.slots:
+            if slot.state_number != CLAIMED and slot.state_number != PUBLISHED:
+                pass  # released or draining already, by itself
+            elif viewed != NULL and viewed[place]:
+                self._move(client, slot, ENGINE_RELEASE_VIEWED)
+            else:
+                self._move(client, slot, ENGINE_RELEASE)
+                released[count[0]] = slot.generation
+                count[0] += slot.kept is None  # its client has its own pin, and need not be told
+            place += 1
         if not client.connected:
             count[0] = 0
             effects = []

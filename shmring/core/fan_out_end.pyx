@@ -366,7 +366,7 @@ cdef class FanOutEnd:
         finally:
             self._slots.rest()
         self._check_open()  # code of the caller may have run, and closed this; or left a claim: see below
-        found, parcel.packed.slots = parcel.packed.slots, []  # keeps no claim alive: see HeldSlots
+        found, parcel.packed.slots = parcel.packed.slots, ()  # keeps no claim alive: see HeldSlots
         if parcel.packed.slot_nbytes:
             parcel.blocks = slot_blocks(parcel.packed.slot_nbytes)
             if self._memory is not None and parcel.blocks > self._memory.mapped.nbytes // BLOCK_NBYTES:
@@ -428,7 +428,7 @@ cdef class FanOutEnd:
             self.book.give_blocks(parcel.start, parcel.blocks)
             parcel.start = -1
         if parcel.packed is not None:
-            parcel.packed.parts = []  # it may be kept itself, by a frame of a copy that was cancelled
+            parcel.packed.parts = ()  # it may be kept itself, by a frame of a copy that was cancelled
         parcel.drop()
 
     def publish(self, Parcel parcel not None) -> bool:

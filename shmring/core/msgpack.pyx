@@ -33,20 +33,40 @@ cdef struct Value:
     uint64_t nbytes
 
 
+cdef extern from "<endian.h>" nogil:
+    uint16_t be16toh(uint16_t)
+    uint32_t be32toh(uint32_t)
+    uint64_t be64toh(uint64_t)
+    uint16_t le16toh(uint16_t)
+    uint64_t le64toh(uint64_t)
+
+
 cdef inline uint64_t read_big_endian(const uint8_t* at, int nbytes) noexcept nogil:
-    cdef uint64_t number = 0
-    cdef int i
-    for i in range(nbytes):
-        number = number << 8 | at[i]
-    return number
+    """A number of 1, 2, 4 or 8 bytes."""
+    cdef uint64_t eight = 0
+    cdef uint32_t four = 0
+    cdef uint16_t two = 0
+    if nbytes == 1:
+        return at[0]
+    if nbytes == 2:
+        memcpy(&two, at, 2)
+        return be16toh(two)
+    if nbytes == 4:
+        memcpy(&four, at, 4)
+        return be32toh(four)
+    memcpy(&eight, at, 8)
+    return be64toh(eight)
 
 
 cdef inline uint64_t read_little_endian(const uint8_t* at, int nbytes) noexcept nogil:
-    cdef uint64_t number = 0
-    cdef int i
-    for i in range(nbytes - 1, -1, -1):
-        number = number << 8 | at[i]
-    return number
+    """A number of 2 or 8 bytes."""
+    cdef uint64_t eight = 0
+    cdef uint16_t two = 0
+    if nbytes == 2:
+        memcpy(&two, at, 2)
+        return le16toh(two)
+    memcpy(&eight, at, 8)
+    return le64toh(eight)
 
 
 cdef inline bint _read_number(Cursor* cursor, int nbytes, uint64_t* number) noexcept nogil:
@@ -76,10 +96,51 @@ cdef inline bint _read_sized(Cursor* cursor, Value* value, int length_nbytes, bi
     return _read_data(cursor, value, nbytes)
 
 
+cdef inline bint _read_other(Cursor* cursor, Value* value, uint8_t head) noexcept nogil:
+    """A value whose head, from 0xC0 to 0xDF, has no number in it."""
+    cdef uint64_t type = 0
+    if head == 0xC0:
+        value.kind = NIL
+    elif head == 0xC1:
+        return False  # the one byte that msgpack never uses
+    elif head in (0xC2, 0xC3):
+        value.kind = OTHER
+    elif head in (0xC4, 0xC5, 0xC6):
+        value.kind = BINARY
+        return _read_sized(cursor, value, 1 << (head - 0xC4), False)
+    elif head in (0xC7, 0xC8, 0xC9):
+        value.kind = EXTENSION
+        return _read_sized(cursor, value, 1 << (head - 0xC7), True)
+    elif head in (0xCA, 0xCB):
+        value.kind = OTHER
+        return _read_data(cursor, value, 4 << (head - 0xCA))
+    elif head in (0xCC, 0xCD, 0xCE, 0xCF):
+        value.kind = UNSIGNED
+        return _read_number(cursor, 1 << (head - 0xCC), &value.number)
+    elif head in (0xD0, 0xD1, 0xD2, 0xD3):
+        value.kind = OTHER
+        return _read_data(cursor, value, 1 << (head - 0xD0))
+    elif head in (0xD4, 0xD5, 0xD6, 0xD7, 0xD8):
+        value.kind = EXTENSION
+        if not _read_number(cursor, 1, &type):
+            return False
+        value.type = <uint8_t>type
+        return _read_data(cursor, value, 1 << (head - 0xD4))
+    elif head in (0xD9, 0xDA, 0xDB):
+        value.kind = TEXT
+        return _read_sized(cursor, value, 1 << (head - 0xD9), False)
+    elif head in (0xDC, 0xDD):
+        value.kind = ARRAY
+        return _read_number(cursor, 2 << (head - 0xDC), &value.number)
+    else:
+        value.kind = MAP
+        return _read_number(cursor, 2 << (head - 0xDE), &value.number)
+    return True
+
+
 cdef inline Kind read_value(Cursor* cursor, Value* value) noexcept nogil:
     """Reads the next value, or the head of the next array or map; the cursor stands behind it."""
     cdef uint8_t head
-    cdef uint64_t type
     cdef bint whole = True
     value.kind = TRUNCATED
     if cursor.at >= cursor.end:
@@ -95,41 +156,10 @@ cdef inline Kind read_value(Cursor* cursor, Value* value) noexcept nogil:
     elif head < 0xC0:
         value.kind = TEXT
         whole = _read_data(cursor, value, head & 0x1F)
-    elif head >= 0xE0 or head == 0xC2 or head == 0xC3:
+    elif head >= 0xE0:
         value.kind = OTHER
-    elif head == 0xC0:
-        value.kind = NIL
-    elif head == 0xC1:
-        whole = False  # the one byte that msgpack never uses
-    elif head <= 0xC6:
-        value.kind = BINARY
-        whole = _read_sized(cursor, value, 1 << (head - 0xC4), False)
-    elif head <= 0xC9:
-        value.kind = EXTENSION
-        whole = _read_sized(cursor, value, 1 << (head - 0xC7), True)
-    elif head <= 0xCB:
-        value.kind = OTHER
-        whole = _read_data(cursor, value, 4 << (head - 0xCA))
-    elif head <= 0xCF:
-        value.kind = UNSIGNED
-        whole = _read_number(cursor, 1 << (head - 0xCC), &value.number)
-    elif head <= 0xD3:
-        value.kind = OTHER
-        whole = _read_data(cursor, value, 1 << (head - 0xD0))
-    elif head <= 0xD8:
-        value.kind = EXTENSION
-        type = 0
-        whole = _read_number(cursor, 1, &type) and _read_data(cursor, value, 1 << (head - 0xD4))
-        value.type = <uint8_t>type
-    elif head <= 0xDB:
-        value.kind = TEXT
-        whole = _read_sized(cursor, value, 1 << (head - 0xD9), False)
-    elif head <= 0xDD:
-        value.kind = ARRAY
-        whole = _read_number(cursor, 2 << (head - 0xDC), &value.number)
     else:
-        value.kind = MAP
-        whole = _read_number(cursor, 2 << (head - 0xDE), &value.number)
+        whole = _read_other(cursor, value, head)
     if not whole:
         value.kind = TRUNCATED
     return value.kind
@@ -137,6 +167,10 @@ cdef inline Kind read_value(Cursor* cursor, Value* value) noexcept nogil:
 
 cdef inline bint read_unsigned(Cursor* cursor, uint64_t* number) noexcept nogil:
     cdef Value value
+    if cursor.at < cursor.end and cursor.at[0] < 0x80:  # most numbers are small
+        number[0] = cursor.at[0]
+        cursor.at += 1
+        return True
     if read_value(cursor, &value) != UNSIGNED:
         return False
     number[0] = value.number
@@ -153,16 +187,16 @@ cdef inline bint read_array(Cursor* cursor, uint64_t* count) noexcept nogil:
 
 
 cdef inline uint8_t* put_big_endian(uint8_t* to, uint64_t number, int nbytes) noexcept nogil:
-    cdef int i
-    for i in range(nbytes):
-        to[i] = <uint8_t>(number >> 8 * (nbytes - 1 - i))
+    """The last 1, 2, 4 or 8 bytes of a number."""
+    number = be64toh(number << 8 * (8 - nbytes))  # what is put first comes first in memory
+    memcpy(to, &number, nbytes)
     return to + nbytes
 
 
 cdef inline uint8_t* put_little_endian(uint8_t* to, uint64_t number, int nbytes) noexcept nogil:
-    cdef int i
-    for i in range(nbytes):
-        to[i] = <uint8_t>(number >> 8 * i)
+    """The first bytes of a number."""
+    number = le64toh(number)
+    memcpy(to, &number, nbytes)
     return to + nbytes
 
 

@@ -413,14 +413,19 @@ cdef class Packer:
     cdef int _place(self, Part part) except -1:
         """Decides where the bytes of a part will be."""
         cdef Packed packed = self._packed
-        packed.parts.append(part)
+        if type(packed.parts) is tuple:
+            packed.parts = []
+        (<list>packed.parts).append(part)
         if not part.nbytes:
             return 0
-        if part.location and self._held is not None and self._held.find(part.location, part.nbytes, &part.region, &part.offset, packed.slots):
-            part.is_in_place = True
-            packed.in_place += 1
-            packed.in_place_nbytes += part.nbytes
-            return 0
+        if part.location and self._held is not None:
+            if type(packed.slots) is tuple:
+                packed.slots = []
+            if self._held.find(part.location, part.nbytes, &part.region, &part.offset, <list>packed.slots):
+                part.is_in_place = True
+                packed.in_place += 1
+                packed.in_place_nbytes += part.nbytes
+                return 0
         part.offset = align(packed.region_nbytes)
         packed.region_nbytes = part.offset + part.nbytes
         packed.copied += 1
@@ -552,8 +557,8 @@ cdef class Packed:
     """
 
     cdef readonly bytes payload
-    cdef readonly list parts  # type: list[Part]
-    cdef public list slots
+    cdef readonly object parts  # type: Sequence[Part]  # this and the next are lists as soon as there is one
+    cdef public object slots  # type: Sequence[Any]
     cdef public object content
     cdef readonly uint64_t copied_nbytes
     cdef readonly uint64_t in_place_nbytes
@@ -573,8 +578,7 @@ cdef class Packed:
     cdef bytes fence  # behind what was written to slots in device memory
 
     def __cinit__(self) -> None:
-        self.parts = []
-        self.slots = []
+        self.parts = self.slots = ()
         self.name, self.fence = "", b""
 
     cdef int lay_out(self, uint64_t inline_nbytes, uint64_t largest_record_nbytes, uint32_t slots) except -1:

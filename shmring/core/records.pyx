@@ -93,7 +93,7 @@ cdef class EngineSlotRecord:
 @cython.no_gc
 cdef class RequestRecord:
     cdef public uint64_t request_id
-    cdef public list slots  # type: list[EngineSlotRecord] | None  # None: it has none
+    cdef public tuple slots  # type: tuple[EngineSlotRecord, ...]
     cdef public uint64_t unread_replies  # that its client copies out, and that its caller has not read
     cdef int state_number
 
@@ -109,7 +109,7 @@ cdef class RequestRecord:
     def generations(self) -> tuple[int, ...]:
         """Of its slots, in order, whether or not they have been released."""
         cdef EngineSlotRecord slot
-        return () if self.slots is None else tuple([slot.generation for slot in self.slots])
+        return tuple([slot.generation for slot in self.slots])
 
 
 @cython.final

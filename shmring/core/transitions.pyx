@@ -69,15 +69,15 @@ cdef class Transitions:
             for event, following in table.get(state, {}).items():
                 self._next[state][event] = following
 
-    cdef int after(self, int state, int event) except -1:
+    cdef inline int after(self, int state, int event) except -1:
         """Returns the state that an event leads to. Raises LocalProtocolError if it is not allowed."""
-        assert 0 <= state < MAX_STATES and 0 <= event < MAX_EVENTS
+        assert <unsigned int>state < MAX_STATES and <unsigned int>event < MAX_EVENTS
         cdef int following = self._next[state][event]
         if following == NOT_ALLOWED:
             return advance(self.table, self._states[state], self._events[event])  # which raises
         return following
 
-    cdef int advance(self, int state, int event) except -1:
+    cdef inline int advance(self, int state, int event) except -1:
         """As :meth:`after`, for a transition that the caller makes now."""
         cdef int following = self.after(state, event)
         if _watcher is not None:

@@ -277,6 +277,7 @@ def test_a_tensor_that_is_not_what_it_says(extension: Ext, reason: str) -> None:
         (msgspec.msgpack.encode([2]), "too few or too many fields"),
         (msgspec.msgpack.encode([2, EPOCH, 7, "", b"", [], None, 1, 2]), "too few or too many fields"),
         (msgspec.msgpack.encode([2, -1, 7, "", b"", [], None, 1]), "no number"),
+        (msgspec.msgpack.encode([2, EPOCH, {}, "", b"", [], None, 1]), "no number"),
         (msgspec.msgpack.encode([2, EPOCH, 2**63, "", b"", [], None, 1]), "no number"),
         (msgspec.msgpack.encode([2, EPOCH, 7, 5, b"", [], None, 1]), "its name"),
         (msgspec.msgpack.encode([2, EPOCH, 7, "x" * 257, b"", [], None, 1]), "its name"),
@@ -463,8 +464,10 @@ def test_what_is_not_contiguous_is_gathered() -> None:
 # -- at the bounds ------------------------------------------------------------------------------------------------------
 
 
-@for_each("number", [0, 127, 128, 2**32 - 1, 2**32, 2**62])
+@for_each("number", [0, 127, 128, 0x1FE, 0x1FEDC, 2**32 - 1, 2**32, 0x1122334455667788])
 def test_a_number_of_any_size_is_read_as_it_was_written(number: int) -> None:
+    made_by_msgspec = read_submit(submit_of(1, epoch=number, request_id=number))
+    assert (made_by_msgspec.epoch, made_by_msgspec.request_id) == (number, number)
     memory = bytearray(ring_nbytes(1 << 12))
     writer, reader = RecordWriter(memory, ENDS[0].fileno()), RecordReader(memory, ENDS[1].fileno())
     packed = pack(PAYLOAD)

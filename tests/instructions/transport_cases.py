@@ -50,11 +50,12 @@ class _Ends:
 
     def cases(self) -> dict[str, Case]:
         """Returns all cases, by name."""
-        small, large = [1, 1.0, 2], {"tensor": torch.zeros(1 << 14)}
+        small, little, much = [1, 1.0, 2], torch.zeros(1 << 10), torch.zeros(1 << 14)
+        large = {"tensor": much}
         return {
-            "4 KB": Case(lambda n: self._messages(n, 4 << 10)),
-            "64 KB copied": Case(lambda n: self._messages(n, 64 << 10)),
-            "64 KB in place": Case(lambda n: self._messages(n, 64 << 10, in_place=True)),
+            "4 KB": Case(lambda n: self._messages(n, little)),
+            "64 KB copied": Case(lambda n: self._messages(n, much)),
+            "64 KB in place": Case(lambda n: self._messages(n, much, in_place=True)),
             "request": Case(lambda n: self._requests(n, small)),
             "request, 16 in flight": Case(lambda n: self._requests(n, small, _WINDOW)),
             "request of 64 KB": Case(lambda n: self._requests(n, large), messages=80),
@@ -84,10 +85,9 @@ class _Ends:
 
         await asyncio.gather(engine(), frontend())
 
-    async def _messages(self, n: int, nbytes: int, *, in_place: bool = False) -> None:
+    async def _messages(self, n: int, content: torch.Tensor, *, in_place: bool = False) -> None:
         in_flight: collections.deque[shmring.Submission] = collections.deque()
-        shape = (nbytes // 4,)
-        content = torch.zeros(shape)
+        nbytes, shape = content.nbytes, tuple(content.shape)
 
         async def submit(number: int) -> None:
             if len(in_flight) == _WINDOW:

@@ -145,7 +145,7 @@ def _add_of_lending(value: Any, items: list[tuple[str, Any]]) -> None:
 
 
 def _add_of_request(value: Any, items: list[tuple[str, Any]]) -> None:
-    items[1] = ("slots", plain(value.slots or []))
+    items[1] = ("slots", plain([*value.slots]))
 
 
 #: What a class has beside its fields and answers, or has otherwise than its model.

@@ -285,8 +285,8 @@ FAULTS = (
         "shmring/core/engine_book.pyx",
         (
             "slots of a submission that is refused stay taken",
-            "                        slot.lease.live.give(slot.start, slot.blocks)\n",
-            "                        pass\n",
+            "                    slot.lease.live.give(slot.start, slot.blocks)\n",
+            "                    pass\n",
             "tests/core/test_engine_book.py::test_a_forged_slot_is_refused_and_nothing_is_changed",
         ),
         (
@@ -381,7 +381,7 @@ FAULTS = (
         ),
         (
             "a lease whose first slot has come is still new",
-            "                    slot.lease.new_moments = 0\n",
+            "                slot.lease.new_moments = 0\n",
             "",
             "tests/core/test_leases_as_stories.py::test_leases",
         ),

@@ -115,9 +115,15 @@ FAULTS = (
         ),
         (
             "bytes come in the other order",
-            "    for i in range(nbytes):\n        number = number << 8 | at[i]\n",
-            "    for i in range(nbytes - 1, -1, -1):\n        number = number << 8 | at[i]\n",
-            "tests/core/test_wire.py::test_a_payload_too_long_for_a_record_lies_in_the_slot",
+            "return be64toh(eight)",
+            "return eight",
+            "tests/core/test_wire.py::test_a_number_of_any_size_is_read_as_it_was_written",
+        ),
+        (
+            "the head of a map with no pairs is a small number",
+            "cursor.at[0] < 0x80:  # most numbers are small",
+            "cursor.at[0] <= 0x80:  # most numbers are small",
+            "tests/core/test_wire.py::test_a_submission_that_is_not_what_it_says",
         ),
         (
             "an array may have more members than there are bytes",
