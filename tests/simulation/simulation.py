@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from shmring.core.compiled import Waiter
+from shmring.core.compiled import Lending, Waiter
 from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
 from shmring.core.states import ClientSlot
@@ -351,13 +351,12 @@ class Simulation:
             before = self._who_waits()
             if in_vain > len(before):
                 return
-            for _ in range(_MOMENTS + max(want.patience for want in self.engine.book.host._wants.values())):
+            for _ in range(_moments_of_a_turn(self.engine.book.host)):
                 if self.engine.book.is_awaited():
                     self._pass_moment(self.engine)
             self.check()
-            happened = len(self.trace)
             self._finish()
-            in_vain = in_vain + 1 if (len(self.trace), self._who_waits()) == (happened, before) else 0
+            in_vain = in_vain + 1 if self._who_waits() == before else 0
 
     def _pass_frontends_moments(self) -> None:
         """Time passes for callers that wait for slots behind others of their process, until each has had its turn."""
@@ -417,14 +416,19 @@ class Simulation:
                 enabled = self._enabled()
             finishing = [action for action in enabled if self._finishes(action)]
             in_vain = 0 if any(action.kind is not Kind.TURN for action in finishing) else in_vain + 1
-            if in_vain > _MAX_TIMERS and any(worker.has_stopped for worker in self.workers):
-                return  # the engine looks after what they read until they go on
+            if in_vain > _MAX_TIMERS and self._waits_for_silent():
+                return
             if not finishing:
                 finishing = self._timers(enabled) or self._in_vain(enabled)
             if not finishing:
                 return
             self.apply(finishing[step % len(finishing)])  # not always the first, so that nobody is always first
         raise Violation("what was begun does not come to its end")
+
+    def _waits_for_silent(self) -> bool:
+        """Whether the engine looks, as often as a timer says, after what others do not read: workers, or clients a reply."""
+        replies = self.engine.book._reply_wants if self.engine is not None else ()
+        return bool(replies) or any(worker.has_stopped for worker in self.workers)
 
     def _finishes(self, action: Action) -> bool:
         if action.kind is Kind.ENGINE_SEES_END:
@@ -466,6 +470,14 @@ class Simulation:
         require(not len(session.real.kept), "content is pinned that nobody uses")
         client = self.engine.book.clients.get(session.client_id) if self.engine is not None else None
         require(client is None or not client.replies, "a reply is kept by nobody")
+
+
+def _moments_of_a_turn(lending: Lending) -> int:
+    """After so many the window is open for another request, or one that rests has its turn again; or neither ever is."""
+    window = lending._window
+    if window is None:
+        return _MOMENTS + max(want.rest_moments for want in lending._wants.values())
+    return _MOMENTS + lending._wants[window.client_id].patience - window.vain_moments
 
 
 _Happening = Callable[[Simulation, Action], None]
