@@ -22,8 +22,9 @@
 #   make instructions counts the instructions of a message, beside an earlier commit, and compares times (apt install valgrind); three minutes
 #   make verify   has spin search the protocols of sleeping and waking for lost wake-ups (apt install spin); three minutes
 #   make sanitize the compiled core's tests under the compiler's sanitizers: addresses, undefined behaviour, threads
-#   make guards   takes each guard away, and looks whether the test that is named for it notices
-#   make mutants  puts faults of all kinds into the compiled core and the Python around it, and looks whether the checks notice: who does, and how long that takes
+#   make guards   takes each guard of docs/guarantees.md away, and looks whether the check that is named for it notices: who does, and how long
+#                 that takes
+#   make mutants  the same with the other faults of the table in tests/mutants/: of all kinds, in the compiled core and the Python around it
 #   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris; then the compiled core under
 #                 the compiler's sanitizers, a minute for each parser; 25 minutes in all
 #   make wheel    a wheel for any Linux (manylinux) and an sdist, into dist/; ARCH=aarch64 compiles for another processor
@@ -181,10 +182,10 @@ sanitize: $(INSTALLED)
 	$(BIN)/python -m tests.sanitize
 
 guards: $(INSTALLED)
-	$(BIN)/python -m tests.guards
+	$(BIN)/python -m tests.mutants --guards
 
 mutants: $(INSTALLED)
-	$(BIN)/python -m tests.mutants
+	$(BIN)/python -m tests.mutants --no-guards
 
 FUZZ_SECONDS ?= 60
 

@@ -1,1 +1,1 @@
-"""The tests, and what else verifies: chaos, soak, the simulator, fuzzing, guards. Not installed; run from the root."""
+"""The tests, and what else verifies: chaos, soak, the simulator, fuzzing, faults. Not installed; run from the root."""

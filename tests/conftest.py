@@ -64,7 +64,7 @@ class AdjustableLoop(asyncio.SelectorEventLoop):
 # which. None fails for the time that it takes, as other tests run beside it.
 hypothesis.settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("thorough", max_examples=100, deadline=None)
-# Where all that matters is that one fails, no simpler one is looked for (tests/faulty.py).
+# Where all that matters is that one fails, no simpler one is looked for (tests/mutants/running.py).
 hypothesis.settings.register_profile(
     "unshrunk", max_examples=50, deadline=None, derandomize=True, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate]
 )

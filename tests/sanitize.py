@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.faulty import copy_sources
+from tests.mutants.running import copy_sources
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Everything in here is about compiled code.

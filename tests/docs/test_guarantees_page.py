@@ -1,4 +1,4 @@
-"""docs/guarantees.md names tests that exist: each row of its tables, beside those of the guards (test_guards.py)."""
+"""docs/guarantees.md names tests that exist, in each row of its tables; that of the guards is what the table of faults says."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.pages import load_maker
 from tests.tables import for_each
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -33,7 +34,7 @@ def rows_of(page: str) -> list[Row]:
     rows = []
     for block in page.split("\n\n"):
         if "| removed guard |" in block:
-            continue  # with the same words as in tests/guards.py, which tests/house/test_guards.py says
+            continue  # it is made of tests/mutants/, whose tests look whether its own exist
         if block.startswith("## "):
             files = {"...": files["..."]}
         files = files | {letter: file for file, letter in re.findall(r"`([\w/]+\.py)`\s+\(`(\w)`", block)}
@@ -52,6 +53,11 @@ def functions_in(file: str) -> list[str]:
 
 
 ROWS = rows_of(PAGE)
+
+
+def test_the_table_of_guards_is_that_of_the_faults() -> None:
+    make_guarantees = load_maker("make_guarantees")
+    assert make_guarantees.PAGE.read_text() == make_guarantees.make_page(), "run: python docs/make_guarantees.py"
 
 
 def test_the_page_has_rows() -> None:

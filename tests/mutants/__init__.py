@@ -1,9 +1,10 @@
-"""Would the checks notice if the code were wrong? ``make mutants`` puts faults into it, one at a time, and looks who notices.
+"""Would the checks notice if the code were wrong? This puts faults into it, one at a time, and looks who notices.
 
-The faults are of every kind that people make: in every compiled file, and in the Python of the transport, the plug-ins and the
-server. Those that are compiled are in one build, each behind a switch (:mod:`tests.switches`); those in Python need no build.
-Each has the check that must notice it, which is as narrow as can be, or a reason why nobody need notice. The tables are beside
-this, by subject.
+Some take away a guard, on which a guarantee depends: docs/guarantees.md lists these, and ``make guards`` tries them. ``make
+mutants`` tries the others, which are of every kind that people make: in every compiled file, and in the Python of the
+transport, the plug-ins and the server. What is compiled is built once, each fault behind a switch; those in Python need no
+build. Each has the check that must notice it, which is as narrow as can be, or a reason why nobody need notice. The table is
+one, in parts by subject, and each file has one place in it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""``python -m tests.mutants [NAME ...]``: tries all faults, or those whose names or files contain an argument."""
+"""Tries faults, and says who noticed each: ``python -m tests.mutants [--guards | --no-guards] [NAME ...]``."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Sequence
 
-from tests.faulty import Fault, Outcome, try_all
+from tests.mutants.fault import Fault
+from tests.mutants.running import Outcome, try_all
 from tests.mutants.table import FAULTS
 
 _SLOWEST = 5
@@ -14,11 +16,19 @@ _SLOWEST = 5
 
 def main() -> None:
     """Prints who noticed each fault, and how long that took; fails if nobody did who should have."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Tries all faults, or some of them.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only those whose names or files contain one of these")
+    parser.add_argument("--guards", action=argparse.BooleanOptionalAction, help="only guards, or only the others")
+    options = parser.parse_args()
     begun_s = time.monotonic()
-    texts = sys.argv[1:]
-    chosen = [fault for fault in FAULTS if not texts or any(text in f"{fault.file} {fault.name}" for text in texts)]
+    chosen = [
+        fault
+        for fault in FAULTS
+        if options.guards in (None, fault.is_guard)
+        if not options.names or any(text in f"{fault.file} {fault.name}" for text in options.names)
+    ]
     tried = []
-    for fault, outcome in try_all(FAULTS, chosen):
+    for fault, outcome in try_all(chosen):
         tried.append((fault, outcome))
         print(f"{outcome.how:8} {outcome.seconds:5.1f} s  {fault.file}: {fault.name}; {outcome.who or fault.test}", flush=True)
     _report(tried, time.monotonic() - begun_s)

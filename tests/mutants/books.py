@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faulty import faults_in
+from tests.mutants.fault import faults_in, guard
 
 FAULTS = (
     *faults_in(
@@ -138,6 +138,30 @@ FAULTS = (
             "        item = <object>found\n        drop_object(found)",
             "        drop_object(found)\n        item = <object>found",
             "tests/core/test_numbered.py::test_numbers_that_count_up_come_and_go",
+        ),
+        guard(
+            "removing an object from a table of numbers leaves no gap before others",
+            "                self._entries[gap] = self._entries[place]\n                gap = place\n",
+            "                break\n",
+            "tests/core/test_numbered.py::test_others_that_had_the_same_place_are_still_found",
+        ),
+        guard(
+            "the garbage collector sees the objects in flight",
+            "(<CollectedType*><PyObject*>Numbered).tp_traverse = <traverseproc><void*>_traverse\n",
+            "",
+            "tests/core/test_numbered.py::test_cycles_through_it_are_collected",
+        ),
+        guard(
+            "a request that was dropped in flight gives its replies back",
+            "references_of(self._entries[place].item) == 1:",
+            "references_of(self._entries[place].item) == 0:",
+            "tests/ends/test_dropped.py::test_a_request_that_is_dropped_in_flight_ends",
+        ),
+        guard(
+            "a request that a task may still read does not count as dropped",
+            "references_of(self._entries[place].item) == 1:",
+            "references_of(self._entries[place].item) >= 1:",
+            "tests/ends/test_dropped.py::test_a_request_that_is_read_late_is_not_taken_for_dropped",
         ),
     ),
     *faults_in(
@@ -280,6 +304,24 @@ FAULTS = (
             "nbytes, held, 1",
             "tests/core/test_client_book.py::test_each_turn_and_each_rest_is_twice_as_long_as_the_last",
         ),
+        guard(
+            "a caller whose memory does not come keeps no others of its client waiting",
+            "if is_awaited and first.vain_moments == first.patience:",
+            "if False:",
+            "tests/core/test_client_book.py::test_who_waits_in_vain_lets_smaller_ones_pass",
+        ),
+        guard(
+            "a lease lies in the leasable memory, and not in the reply reserve",
+            "grant.offset + grant.nbytes > self.lease_end_nbytes",
+            "grant.offset + grant.nbytes > self.lease_end_nbytes + 16 * BLOCK_NBYTES",
+            "tests/client/test_session.py::test_an_engine_that_breaks_the_protocol_counts_as_dead",
+        ),
+        guard(
+            "no memory is lent twice",
+            "if grant.lease_id in self.leases or self.has(start, blocks):",
+            "if False:",
+            "tests/client/test_session.py::test_an_engine_that_breaks_the_protocol_counts_as_dead",
+        ),
     ),
     *faults_in(
         "shmring/core/engine_book.pyx",
@@ -416,15 +458,94 @@ FAULTS = (
             "        if self.kept.must_give(record.blocks):\n",
             "tests/core/test_engine_book.py::test_as_much_of_the_oldest_content_goes_as_new_content_needs",
         ),
+        guard(
+            "generations only grow",
+            "slot.generation >> GENERATION_BITS != client.client_id or slot.generation <= last_generation",
+            "slot.generation >> GENERATION_BITS != client.client_id",
+            "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+        guard(
+            "a client may use only its own generations",
+            "slot.generation >> GENERATION_BITS != client.client_id or slot.generation <= last_generation",
+            "slot.generation <= last_generation",
+            "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+        guard(
+            "a client may use only its own leases",
+            "lease = client.leases.get(slot.lease_id)",
+            "lease = {one.lease_id: one for other in self.clients.values() for one in other.leases.values()}"
+            ".get(slot.lease_id)",
+            "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+        guard(
+            "a slot lies inside its lease",
+            "if slot.offset % BLOCK_NBYTES or start < lease.start or start + blocks > lease.start + lease.blocks:",
+            "if slot.offset % BLOCK_NBYTES:",
+            "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+        guard(
+            "live slots never overlap",
+            "if not lease.live.take(start, blocks):",
+            "if not lease.live.take(start, blocks) and False:",
+            "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+        guard(
+            "a request names only content that its client has pinned",
+            "if kept is None or slot.generation not in client.pins:",
+            "if kept is None:",
+            "tests/integration/test_kept_processes.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+        guard(
+            "a client takes back only pins that it has",
+            "if counts[generation] > client.pins.get(generation, 0):",
+            "if generation not in client.pins:",
+            "tests/integration/test_kept_processes.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+        guard(
+            "pins of kept content go with a proof of death only",
+            "        client.connected = False\n        for lending",
+            "        client.connected = False\n        self._drop_pins(client, frozenset())\n        for lending",
+            "tests/client/test_kept.py::test_what_is_kept_outlives_who_gave_it",
+        ),
+        guard(
+            "a dead client's pins of kept content go",
+            "self._drop_pins(client, frozenset())",
+            "pass",
+            "tests/integration/test_kept_processes.py::test_a_killed_frontend_leaves_what_it_kept_and_no_pins",
+        ),
+        guard(
+            "a request pins the kept content that it has",
+            "self.kept.pin(kept)\n        record.generation",
+            "kept.pins += 0\n        record.generation",
+            "tests/client/test_kept.py::test_a_request_keeps_what_it_has_after_everybody_left_it",
+        ),
+        guard(
+            "kept content is where it was kept",
+            "if slot.offset != kept.start * BLOCK_NBYTES or slot.nbytes != kept.nbytes:",
+            "if False:",
+            "tests/integration/test_kept_processes.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+        guard(
+            "of two contents with one key the first stays",
+            "        if reason is not None or kept is not None:",
+            "        if reason is not None:",
+            "tests/client/test_kept.py::test_of_two_with_one_key_the_first_is_kept_and_both_have_it",
+        ),
+        guard(
+            "a client's pins are bounded",
+            "        if client.pin_count >= self._max_pins:\n            return [Answered",
+            "        if False:\n            return [Answered",
+            "tests/client/test_kept.py::test_too_many_pins_are_an_error",
+        ),
+        guard(
+            "no content is kept in memory for which a frontend waits",
+            "if self.host.is_wanted(slot.start, slot.blocks) or not self.kept.may_keep(slot.blocks):",
+            "if not self.kept.may_keep(slot.blocks):",
+            "tests/client/test_kept.py::test_a_window_waits_for_what_is_pinned_and_for_nothing_else",
+        ),
     ),
     *faults_in(
         "shmring/core/kept_book.pyx",
-        (
-            "one content more than max_kept is taken where all are pinned",
-            "if <uint64_t>(len(self.by_generation) - len(self.unpinned)) >= self.max_kept",
-            "if <uint64_t>(len(self.by_generation) - len(self.unpinned)) > self.max_kept",
-            "tests/core/test_kept_book.py::test_where_as_many_are_pinned_as_may_be_kept_another_one_is_not_kept",
-        ),
         (
             "content that is pinned counts as content that may go",
             "            del self.unpinned[record.generation]\n            self.unpinned_blocks -= record.blocks",
@@ -446,15 +567,15 @@ FAULTS = (
 """,
             "tests/core/test_engine_book.py::test_content_that_was_used_last_goes_last",
         ),
+        guard(
+            "if the pinned content reaches the limit, no more content is kept",
+            "len(self.unpinned)) >= self.max_kept:",
+            "len(self.unpinned)) > self.max_kept:",
+            "tests/core/test_kept_book.py::test_where_as_many_are_pinned_as_may_be_kept_another_one_is_not_kept",
+        ),
     ),
     *faults_in(
         "shmring/core/lending.pyx",
-        (
-            "content beside a window goes with what lies in it",
-            "first -= before.start + before.blocks > start",
-            "first -= before.start + before.blocks >= start",
-            "tests/core/test_kept_book.py::test_what_is_kept_beside_a_range_that_somebody_waits_for_stays",
-        ),
         (
             "content that begins where a window ends is wanted for it",
             "start < self._window.start + self._window.blocks",
@@ -625,9 +746,6 @@ FAULTS = (
                 ),
             )
         ),
-    ),
-    *faults_in(
-        "shmring/core/lending.pyx",
         (
             "a slot's header takes no room",
             "nbytes % BLOCK_NBYTES + SLOT_HEADER_NBYTES + BLOCK_NBYTES - 1",
@@ -639,6 +757,18 @@ FAULTS = (
             "return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES != 0 or nbytes == 0)",
             "return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES != 0)",
             "tests/core/test_engine_book.py::test_who_asks_for_nothing_has_a_base_lease_of_a_block",
+        ),
+        guard(
+            "content that ends where a window begins stays",
+            "            first -= before.start + before.blocks > start\n",
+            "            first -= before.start + before.blocks >= start\n",
+            "tests/core/test_kept_book.py::test_what_is_kept_beside_a_range_that_somebody_waits_for_stays",
+        ),
+        guard(
+            "content that begins where a window ends stays",
+            "last = self._place_of(start + blocks)\n",
+            "last = self._place_of(start + blocks + 1)\n",
+            "tests/core/test_kept_book.py::test_what_is_kept_beside_a_range_that_somebody_waits_for_stays",
         ),
     ),
     *faults_in(
@@ -680,22 +810,10 @@ FAULTS = (
             "tests/core/test_fan_out_book_machine.py",
         ),
         (
-            "who waits later takes the bell from who waits already",
-            "min(earlier, wanted[place]) if earlier else wanted[place]",
-            "wanted[place]",
-            "tests/core/test_fan_out_book_machine.py::test_of_two_who_wait_neither_takes_the_others_bell",
-        ),
-        (
             "no fence between saying what is wanted and the second look",
             "fence_full()  # before the look: a worker stores its stamp",
             "pass  # before the look: a worker stores its stamp",
             "tests/core/test_protocols.py::test_a_function_takes_the_steps_of_its_model",
-        ),
-        (
-            "no second look after saying what is wanted",
-            "return self.sweep() > 0",
-            "return False",
-            "tests/core/test_fan_out_book_machine.py::test_who_waits_looks_again_after_it_has_said_so",
         ),
         (
             "a stamp that is larger than a message's number stands for it, too",
@@ -726,6 +844,54 @@ FAULTS = (
             "        for i in range(count):\n            drop_region(regions[i])\n",
             "",
             "tests/worker/test_workers.py::test_a_claim_is_shared_in_place_and_its_slot_waits_for_the_last_worker",
+        ),
+        guard(
+            "a forked child reads no worker's page",
+            "        if self._forks != forks():\n            return True\n",
+            "",
+            "tests/core/test_fan_out_book_machine.py::test_a_forked_child_believes_no_page_and_asks_nobody",
+        ),
+        guard(
+            "an engine fences between writing for which message it waits and looking again",
+            "        fence_full()  # before the look: a worker",
+            "        # before the look: a worker",
+            "tests/core/test_protocols.py::test_a_function_takes_the_steps_of_its_model",
+        ),
+        guard(
+            "a worker's stamp counts only for the message that it names",
+            "if load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) == message.sequence \\",
+            "if load_acquire_u64(worker._at + AT_STAMPS + 8 * stamp) \\",
+            "tests/worker/test_workers.py::test_noise_in_its_page_frees_nothing_of_others_and_only_its_own",
+        ),
+        guard(
+            "messages that are sent to a worker that has closed come back",
+            "or (not worker.is_member and self._has_closed_before(worker, message.sequence)):",
+            "or False:",
+            "tests/worker/test_workers.py::test_what_is_sent_to_a_worker_that_has_closed_comes_back_though_its_process_lives",
+        ),
+        guard(
+            "a message is kept until the last worker has left it",
+            "        if not message.pending:\n            self._free(stamp)",
+            "        if message.sequence:\n            self._free(stamp)",
+            "tests/simulation/test_fan_out.py::test_every_state_of_a_small_scenario_with_workers_is_sound",
+        ),
+        guard(
+            "an engine looks again before it waits for workers",
+            "return self.sweep() > 0",
+            "return False",
+            "tests/core/test_fan_out_book_machine.py::test_who_waits_looks_again_after_it_has_said_so",
+        ),
+        guard(
+            "a second sender that waits does not take the first one's bell",
+            "store_release_u64(at, min(earlier, wanted[place]) if earlier else wanted[place])",
+            "store_release_u64(at, wanted[place])",
+            "tests/core/test_fan_out_book_machine.py::test_of_two_who_wait_neither_takes_the_others_bell",
+        ),
+        guard(
+            "a worker's backlog is bounded",
+            ".unacknowledged >= self.backlog:\n                return False",
+            ".unacknowledged >= self.backlog and False:\n                return False",
+            "tests/worker/test_workers.py::test_who_is_behind_holds_up_others_at_the_bound_and_is_named",
         ),
     ),
 )

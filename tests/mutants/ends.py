@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faulty import faults_in
+from tests.mutants.fault import faults_in, guard
 
 FAULTS = (
     *faults_in(
@@ -106,12 +106,6 @@ FAULTS = (
             "tests/client/test_slot.py::test_an_end_whose_session_has_ended_holds_no_slot",
         ),
         (
-            "a slot in place is not looked at again before it is sent",
-            "if not record.is_submittable()",
-            "if False",
-            "tests/client/test_slot.py::test_a_slot_that_changed_hands_since_its_payload_was_packed_is_not_sent",
-        ),
-        (
             "who has as many requests as there may be does not hear that some have ended",
             "if self.in_flight >= self._max_inflight and not self.hear()",
             "if False",
@@ -208,6 +202,90 @@ FAULTS = (
             "",
             "tests/client/test_client.py::test_a_reply_that_comes_after_its_abort_gives_its_space_back",
         ),
+        guard(
+            "slots that come back soon do not hide the slots that stay away",
+            "max(turnover_nbytes, self.turnover_nbytes - self.turnover_nbytes // _FADES)",
+            "turnover_nbytes",
+            "tests/client/test_cold_slots.py::test_copies_go_past_the_cache_where_other_frontends_wrote_more_than_it_holds",
+        ),
+        guard(
+            "a slot that the engine keeps is followed no longer",
+            "if not self._away or self._next_id - self._away_request > self._max_inflight:",
+            "if not self._away:",
+            "tests/client/test_cold_slots.py::test_a_slot_that_never_comes_back_does_not_end_the_measuring",
+        ),
+        guard(
+            "a request that was dropped warns if its error was not seen",
+            "return bool(self._replies) or self._error is not None",
+            "return bool(self._replies) and self._unread_slots",
+            "tests/ends/test_dropped.py::test_a_request_that_is_dropped_says_what_was_missed",
+        ),
+        guard(
+            "a wait in another loop raises an error that says so",
+            "self.submission._end.shell.check_loop()",
+            "pass",
+            "tests/ends/test_other_loops.py::test_a_client_of_a_loop_that_has_ended_says_so",
+        ),
+        guard(
+            "draining: a reply's views",
+            "                if not is_viewed:\n",
+            "                if True:\n",
+            "tests/ring/test_claim.py::test_a_view_of_a_reply_is_never_overwritten",
+        ),
+        guard(
+            "draining: a frontend's slot that threads write to",
+            "        if slot._drain and leave_region(region):",
+            "        if False:",
+            "tests/client/test_slot.py::test_a_slot_that_is_still_viewed_drains_and_is_not_lent_again",
+        ),
+        guard(
+            "a slot is held only while its session lives",
+            "        if not self.is_usable():\n            return None\n        slot = self._hold_now(nbytes, drain, device)\n",
+            "        slot = self._hold_now(nbytes, drain, device)\n",
+            "tests/client/test_slot.py::test_an_end_whose_session_has_ended_holds_no_slot",
+        ),
+        guard(
+            "after a payload is encoded, the session is checked again",
+            "return packed if self.is_usable() else None",
+            "return packed",
+            "tests/ends/test_inside_calls.py::test_code_that_runs_while_a_payload_is_encoded_may_end_the_session",
+        ),
+        guard(
+            "a shape is read before its slot is looked at",
+            "if not end.is_usable() or (self._region == NULL and self._lent_region is None) or self._take",
+            "if self._take",
+            "tests/ends/test_inside_calls.py::test_a_shape_may_leave_its_slot_or_end_the_session",
+        ),
+        guard(
+            "the slot of a payload is checked again when the payload is sent",
+            "            if not record.is_submittable():\n",
+            "            if False:\n",
+            "tests/client/test_slot.py::test_a_slot_that_changed_hands_since_its_payload_was_packed_is_not_sent",
+        ),
+        guard(
+            "after reading messages before a copy, the session is checked again",
+            "if packed.slot_nbytes and not self.hear():",
+            "if packed.slot_nbytes and not (self.hear() or True):",
+            "tests/simulation/test_midst.py::test_what_a_call_hears_may_end_its_session",
+        ),
+        guard(
+            "after reading messages about slots, the session is checked again",
+            "if slot is None and self.hear():",
+            "if slot is None and (self.hear() or True):",
+            "tests/simulation/test_midst.py::test_slots_may_go_as_their_caller_looks_for_one",
+        ),
+        guard(
+            "after reading a shape, the slot is checked again",
+            "if not end.is_usable() or (self._region == NULL and self._lent_region is None) or self._take(nbytes, &offset):",
+            "if self._take(nbytes, &offset):",
+            "tests/simulation/test_midst.py::test_code_of_a_shape_may_leave_the_slot",
+        ),
+        guard(
+            "a reply lies in the reply reserve",
+            "or slot.offset < self.book.lease_end_nbytes",
+            "",
+            "tests/client/test_session.py::test_an_engine_that_breaks_the_protocol_counts_as_dead",
+        ),
     ),
     *faults_in(
         "shmring/core/held_slots.pyx",
@@ -247,6 +325,18 @@ FAULTS = (
             "region[0] = i",
             "tests/memory/test_payload.py::test_tensors_in_a_slot_of_the_caller_are_described_in_place",
         ),
+        guard(
+            "only a tensor that was made in a slot counts as one that nothing negates",
+            "if self._recent[i].tensor == <PyObject*>tensor:",
+            "if self._recent[i].tensor != NULL:",
+            "tests/client/test_client.py::test_a_tensor_that_is_negated_by_a_flag_is_not_taken_for_the_one_made_in_its_slot",
+        ),
+        guard(
+            "a tensor that was made in a slot counts as such while its bytes are there",
+            "return address - self._recent[i].address < self._recent[i].nbytes",
+            "return True",
+            "tests/memory/test_tensors.py::test_a_tensor_of_a_slot_whose_data_a_caller_has_set_is_looked_at_anew",
+        ),
     ),
     *faults_in(
         "shmring/core/forks.pyx",
@@ -256,9 +346,6 @@ FAULTS = (
             "pass",
             "tests/core/test_forks.py::test_a_child_knows_that_it_is_one_and_its_parent_that_it_is_none",
         ),
-    ),
-    *faults_in(
-        "shmring/core/forks.pyx",
         (
             "compiled code does not see that it was forked",
             "return fork_count",
@@ -338,12 +425,6 @@ FAULTS = (
             "tests/ends/test_door.py::test_a_ring_that_is_closed_by_what_it_hears_claims_nothing_more",
         ),
         (
-            "of those that wait, the one behind remembers the one that has gone",
-            "after._before = <PyObject*>before",
-            "pass",
-            "tests/ring/test_claim.py::test_aborts_in_a_line_of_waiting_requests_leave_the_others_in_order",
-        ),
-        (
             "the last that has gone is still the last",
             "self.last = before",
             "pass",
@@ -411,6 +492,84 @@ FAULTS = (
             "tests/ring/test_claim.py -k abort",
             "Equivalent: an abort has marked the claim as ended, and that is asked before.",
         ),
+        guard(
+            "a reply of a request that has ended is refused, whatever has run since its caller looked",
+            "if claim.ended:  # checked here: code may have run since the caller's check",
+            "if False:",
+            "tests/ends/test_ends_inside_calls.py::test_an_end_of_a_claim_says_no_more_though_its_caller_does_not_look",
+        ),
+        guard(
+            "a reply whose own code has ended its request does not wait for space",
+            "if claim.ended:  # the payload's own code may have ended it",
+            "if False:  # the payload's own code may have ended it",
+            "tests/ends/test_ends_inside_calls.py::test_a_reply_whose_code_ends_its_request_waits_for_no_space",
+        ),
+        guard(
+            "a request that is aborted while it is decoded is not handed out",
+            "if claim._request.state_number != _RUNNING:  # a hook",
+            "if False:  # a hook",
+            "tests/ends/test_ends_inside_calls.py::test_a_request_that_is_aborted_while_it_is_decoded_is_not_handed_out",
+        ),
+        guard(
+            "the slot's header has the generation",
+            "            if numbers[0] != slot.generation or numbers[1] != slot.nbytes:",
+            "            if numbers[1] != slot.nbytes:",
+            "tests/integration/test_forged.py::test_a_header_that_differs_from_its_descriptor_is_stale",
+        ),
+        guard(
+            "a message has the current epoch",
+            "if submit.epoch != self.epoch:",
+            "if False:",
+            "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+        guard(
+            "draining: the engine's views",
+            "viewed[i] = claim._regions is not None and claim._regions.leave(i)",
+            "viewed[i] = claim._regions is not None and claim._regions.leave(i) and False",
+            "tests/ring/test_claim.py::test_a_view_keeps_its_slot_after_the_claim_and_its_bytes_stay",
+        ),
+        guard(
+            "the tensors in a message are bounded",
+            "        if content.inline_nbytes > self._inline_nbytes:",
+            "        if False:",
+            "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+        guard(
+            "the cost of claims in a turn of the loop is bounded",
+            "        if self._turn_left <= 0:",
+            "        if False:",
+            "tests/ring/test_costly_payloads.py::test_quick_requests_do_not_wait_for_costly_ones",
+        ),
+        guard(
+            "costly requests wait in lines of their own",
+            "content.value_count > _LIGHT_COUNT or content.payload_nbytes > _LIGHT_NBYTES",
+            "False",
+            "tests/ring/test_costly_payloads.py::test_quick_requests_do_not_wait_for_costly_ones",
+        ),
+        guard(
+            "frontends with costly requests take turns",
+            "        self._costly.append(frontend)\n        return",
+            "        self._costly.insert(0, frontend)\n        return",
+            "tests/ring/test_costly_payloads.py::test_frontends_with_costly_requests_take_turns",
+        ),
+        guard(
+            "quick requests do not overtake a costly one for ever",
+            " and self._overtaken < _OVERTAKING:",
+            ":",
+            "tests/ring/test_costly_payloads.py::test_a_costly_request_is_overtaken_so_often_and_no_more",
+        ),
+        guard(
+            "a payload in a slot proves nothing against its frontend",
+            "breaks_rules=not is_payload_shared and not claim._frontend.is_local)",
+            "breaks_rules=True)",
+            "tests/integration/test_forged.py::test_a_wrong_payload_in_a_slot_fails_its_request_and_nothing_else",
+        ),
+        guard(
+            "a request that leaves the line is linked to no neighbour any more",
+            "            after._before = <PyObject*>before\n",
+            "            pass\n",
+            "tests/ring/test_claim.py::test_aborts_in_a_line_of_waiting_requests_leave_the_others_in_order",
+        ),
     ),
     *faults_in(
         "shmring/core/fan_out_end.pyx",
@@ -477,15 +636,117 @@ FAULTS = (
             "self.answers[worker.place] = answer",
             "tests/worker/test_workers.py::test_replies_are_in_order_of_rank",
         ),
+        guard(
+            "a forked child may not use its parent's ring",
+            "if not self.is_open or self._forks != forks():",
+            "if not self.is_open:",
+            "tests/ends/test_forked_children.py::test_a_forked_child_is_refused",
+        ),
+        guard(
+            "the addresses of claims' slots are forgotten with the message",
+            "            self._is_filled = False\n",
+            "",
+            "tests/worker/test_workers.py::test_a_message_looks_through_the_claims_once_however_many_tensors_of_theirs_it_has",
+        ),
+        guard(
+            "after a message to workers is encoded, its claims are checked again",
+            "                if claim._regions is None:\n                    raise",
+            "                if False:\n                    raise",
+            "tests/ends/test_inside_calls.py::test_code_that_runs_while_a_message_is_encoded_may_leave_the_claim_that_is_shared",
+        ),
+        guard(
+            "after a message to workers is encoded, the ring is checked again",
+            "        self._check_open()  # code of the caller",
+            "        pass  # code of the caller",
+            "tests/ends/test_inside_calls.py::test_code_that_runs_while_a_message_is_encoded_may_close_the_ring",
+        ),
+        guard(
+            "a message to workers that can't be copied gives its memory back",
+            "        except BaseException:\n            self.discard(parcel)\n            raise\n",
+            "        except BaseException:\n            raise\n",
+            "tests/ends/test_inside_calls.py::test_a_message_that_can_not_be_copied_gives_its_memory_back",
+        ),
+        guard(
+            "a message that is given up while it is copied keeps no tensor",
+            "            parcel.packed.parts = ()",
+            "            pass",
+            "tests/worker/test_workers.py::test_a_broadcast_whose_time_is_over_while_it_is_copied_keeps_no_tensor",
+        ),
+        guard(
+            "a message that is given up keeps no view",
+            "        parcel.drop()",
+            "        pass",
+            "tests/worker/test_workers.py::test_a_share_whose_time_is_over_keeps_no_view_of_its_claim",
+        ),
+        guard(
+            "a claim in hand is shared in place, also when its request has ended",
+            "self._slots.look_in(shared)",
+            "self._slots.look_in(None)",
+            "tests/worker/test_workers.py::test_a_claim_whose_frontend_gave_it_up_is_shared_in_place_as_well",
+        ),
+        guard(
+            "a sender that waits for room learns which worker it waits for",
+            "return self.blocks != 0 and not self.had_memory",
+            "return self.blocks != 0 and self.start < 0",
+            "tests/worker/test_workers.py::test_who_has_memory_and_waits_for_place_is_told_whom_it_waits_for",
+        ),
+        guard(
+            "a message goes to all workers or to none",
+            "        self._publish(self._mask(parcel), parcel)",
+            "        self._publish(self.book.members(), parcel)",
+            "tests/worker/test_workers.py::test_who_breaks_the_rules_while_a_gather_waits_fails_it",
+        ),
+        guard(
+            "a message keeps the slots that it shows",
+            "parcel.regions, slots)\n        parcel.sequence, parcel.start = sequence, -1\n        parcel.regions,",
+            "NULL, 0)\n        parcel.sequence, parcel.start = sequence, -1\n        if not mask: parcel.regions,",
+            "tests/fuzz/test_targets.py::test_a_target_keeps_its_promise",
+        ),
+        guard(
+            "a worker that is gone is not named",
+            "        if self.future.done():\n            return  # in",
+            "        if False:\n            return  # in",
+            "tests/worker/test_workers.py::test_a_gather_whose_time_is_over_as_a_worker_dies_fails_once",
+        ),
+        guard(
+            "a worker replies once",
+            "            if gathering is not None:\n                raise RemoteProtocolError(",
+            "            if False:\n                raise RemoteProtocolError(",
+            "tests/worker/test_workers.py::test_a_second_reply_ends_its_worker",
+        ),
+        guard(
+            "a worker's reply has no slots",
+            "        if content.slot_count:",
+            "        if False:",
+            "tests/worker/test_workers.py::test_a_reply_that_names_a_slot_ends_its_worker",
+        ),
+        guard(
+            "after packing a message to workers, its claims are checked again",
+            "                if claim._regions is None:\n                    raise",
+            "                if False:\n                    raise",
+            "tests/simulation/test_midst.py::test_code_of_a_message_to_workers_may_leave_the_claim",
+        ),
+        guard(
+            "an engine that looks for replies is not rung for",
+            "                    worker.reader.stay_awake()\n",
+            "                    pass\n",
+            "tests/threads/test_served_by.py::test_a_reply_that_comes_while_the_engine_looks_rings_no_bell",
+        ),
+        guard(
+            "an engine that has looked for replies in vain is rung for",
+            "        if not reader.awake and not reader.fall_asleep():\n",
+            "        if False:\n",
+            "tests/integration/test_steps_of_processes.py::test_a_worker_process_that_is_killed_or_stopped_is_named",
+        ),
+        guard(
+            "a reply that is waited for does not count in a turn's budget",
+            "                    worker.reader.records_left = max(worker.reader.records_left, 1)  # the awaited reply\n",
+            "",
+            "tests/threads/test_served_by.py::test_more_replies_are_found_by_looking_than_a_turn_delivers",
+        ),
     ),
     *faults_in(
         "shmring/core/worker_end.pyx",
-        (
-            "who waits for room takes the bell of who sleeps for a message",
-            "if descriptors[0].revents and not self._is_receiving",
-            "if descriptors[0].revents",
-            "tests/core/test_worker_end.py::test_who_waits_for_other_things_reads_nothing_at_any_moment_while_another_receives",
-        ),
         (
             "no fence between acknowledging a message and the look whether the engine waits for it",
             "fence_full()  # before the look: the engine writes",
@@ -547,6 +808,36 @@ FAULTS = (
             "pass",
             "tests/core/test_worker_end.py",
             "Equivalent: the call returns then, and Python looks for signals by itself.",
+        ),
+        guard(
+            "a worker's end is looked at again after a wait",
+            "        cdef bytes record = self._unopened\n        if reader is None:\n",
+            "        cdef bytes record = self._unopened\n        if False:\n",
+            "tests/core/test_worker_end.py::test_a_signal_handler_may_close_it_in_the_middle_of_a_wait",
+        ),
+        guard(
+            "a worker fences before it looks for which message its engine waits",
+            "        fence_full()  # before the look: the engine",
+            "        # before the look: the engine",
+            "tests/core/test_protocols.py::test_a_function_takes_the_steps_of_its_model",
+        ),
+        guard(
+            "a thread that waits for room leaves the bell to the thread that sleeps until a message comes",
+            "if descriptors[0].revents and not self._is_receiving:",
+            "if descriptors[0].revents:",
+            "tests/core/test_worker_end.py::test_who_waits_for_other_things_reads_nothing_at_any_moment_while_another_receives",
+        ),
+        guard(
+            "a worker that leaves a message rings the engine that waits for it",
+            "if wanted and left.sequence >= wanted and exchange_u64",
+            "if False and exchange_u64",
+            "tests/worker/test_workers.py::test_memory_that_is_read_is_waited_for",
+        ),
+        guard(
+            "a view of a message keeps it unacknowledged",
+            "        regions.owner = &message._acknowledgement.owner",
+            "        pass",
+            "tests/worker/test_workers.py::test_a_message_is_kept_until_it_was_left_and_its_last_view_has_died",
         ),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faulty import faults_in
+from tests.mutants.fault import faults_in, guard
 
 FAULTS = (
     *faults_in(
@@ -84,6 +84,36 @@ FAULTS = (
             "if count > self._bounds.tensors",
             "if count >= self._bounds.tensors",
             "tests/memory/test_payload.py::test_too_many_tensors_are_a_capacity_error",
+        ),
+        guard(
+            "a large copy goes into the cache only if it fits there beside the bytes that were sent since",
+            "turnover_nbytes + self.slot_nbytes > cache_nbytes",
+            "turnover_nbytes > cache_nbytes",
+            "tests/client/test_cold_slots.py::test_a_large_slot_that_was_away_for_little_goes_into_the_cache",
+        ),
+        guard(
+            "a tensor's storage covers its shape",
+            "return needed if needed <= <uint64_t>has_nbytes else 0",
+            "return needed",
+            "tests/memory/test_tensors.py::test_a_client_sends_nothing_of_a_freed_tensor",
+        ),
+        guard(
+            "a tensor that has waited to be copied still has its memory",
+            "        if not part.storage_nbytes:\n            return 0\n        inner",
+            "        return 0\n        inner",
+            "tests/memory/test_tensors.py::test_a_tensor_that_is_freed_while_it_waits_for_space_is_not_sent",
+        ),
+        guard(
+            "bytes that msgspec has encoded are checked before they are sent",
+            "        out.is_foreign = True\n",
+            "        out.is_foreign = False\n",
+            "tests/memory/test_codec.py::test_an_extension_that_stands_for_tensors_can_not_be_sent_as_such",
+        ),
+        guard(
+            "the values of a payload that is sent count no more than was agreed upon",
+            "            if found.values > self._bounds.values:",
+            "            if False:",
+            "tests/memory/test_payload.py::test_a_payload_that_counts_more_than_agreed_upon_is_an_error_that_says_so",
         ),
     ),
     *faults_in(
@@ -229,15 +259,33 @@ FAULTS = (
             "left[depth] = value.number",
             "tests/core/test_wire.py::test_a_payload_too_long_for_a_record_lies_in_the_slot",
         ),
+        guard(
+            "a tensor lies inside its slot",
+            "if nbytes and (tensor.offset > region_nbytes or nbytes > region_nbytes - tensor.offset):",
+            "if False:",
+            "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+        guard(
+            "a payload names no more tensors than were agreed upon",
+            "            if found.tensors > bounds.tensors:",
+            "            if False:",
+            "tests/core/test_received.py::test_a_tensor_that_is_named_too_often_is_refused_before_one_is_made",
+        ),
+        guard(
+            "the values of a payload are counted",
+            "        if values > bounds.values:",
+            "        if False:",
+            "tests/core/test_wire.py::test_what_values_count",
+        ),
+        guard(
+            "map keys that are not text count more, since their hashes can be chosen",
+            "            values += key_counts[depth]",
+            "            pass",
+            "tests/core/test_wire.py::test_what_values_count",
+        ),
     ),
     *faults_in(
         "shmring/core/received.pyx",
-        (
-            "a decoder that its own hook enters again has no regions afterwards",
-            "self._content_regions, self._placement = outer, outer_placement",
-            "self._content_regions, self._placement = None, None",
-            "tests/core/test_received.py::test_while_a_payload_is_decoded_its_decoder_may_decode_another_one",
-        ),
         (
             "an array is made of as many members as it says",
             "if count > <uint64_t>(cursor.end - cursor.at)",
@@ -286,6 +334,24 @@ FAULTS = (
             "if self.is_copied_out:",
             "if False:",
             "tests/ring/test_claim.py::test_a_reply_that_is_copied_out_stays_what_it_was",
+        ),
+        guard(
+            "a map key from the table of known keys is the key that came",
+            "and not memcmp(PyUnicode_DATA(<object>known[0]), data, nbytes):",
+            "and True:",
+            "tests/memory/test_codec.py::test_keys_that_came_before_are_not_mistaken_for_others",
+        ),
+        guard(
+            "the garbage collector is paused while many values are decoded",
+            "    return value_count > _PAUSING_COUNT and PyGC_Disable()",
+            "    return False",
+            "tests/core/test_received.py::test_the_collector_is_paused_while_much_is_decoded",
+        ),
+        guard(
+            "a decoder that decodes another payload meanwhile goes on with its own",
+            "            self._content_regions, self._placement = outer, outer_placement\n",
+            "            self._content_regions, self._placement = None, None\n",
+            "tests/core/test_received.py::test_while_a_payload_is_decoded_its_decoder_may_decode_another_one",
         ),
     ),
     *faults_in(

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from tests.faulty import faults_in
+from tests.mutants.fault import faults_in, guard
 
 FAULTS = (
     *faults_in(
         "shmring/client/sending.py",
-        (
-            "a slot is lost if its payload is cancelled while it waits for its turn again",
-            "        except BaseException:\n            self._host_slots.give_up(slot)\n            raise\n        return slot",
-            "        except BaseException:\n            raise\n        return slot",
-            "tests/client/test_client.py::test_who_is_cancelled_when_it_has_space_and_waits_for_its_turn_gives_it_back",
-        ),
         (
             "a payload that has space already waits behind those that have none",
             "line = self._again if self._again.is_waited_in else self._turns",
@@ -76,6 +70,29 @@ FAULTS = (
             "            pass\n",
             "tests/client/test_client.py::test_what_is_being_copied_when_a_client_closes_goes_back_when_that_is_over",
         ),
+        guard(
+            "a request that waits for space leaves its turn to others",
+            """        flight.end()
+        slot = await self._host_slots.acquire(nbytes, held=False)
+""",
+            """        slot = await self._host_slots.acquire(nbytes, held=False)
+        flight.end()
+""",
+            "tests/client/test_client.py::test_who_waits_for_space_leaves_its_turn_to_others",
+        ),
+        guard(
+            "a request that is cancelled when it has space gives the space back",
+            """        except BaseException:
+            self._host_slots.give_up(slot)
+            raise
+        return slot
+""",
+            """        except BaseException:
+            raise
+        return slot
+""",
+            "tests/client/test_client.py::test_who_is_cancelled_when_it_has_space_and_waits_for_its_turn_gives_it_back",
+        ),
     ),
     *faults_in(
         "shmring/client/kept.py",
@@ -118,12 +135,6 @@ FAULTS = (
             "tests/client/test_kept.py::test_views_that_outlive_the_block_keep_the_pin",
         ),
         (
-            "a goodbye does not name content that is being handed over",
-            "return [*self._pins, *given]",
-            "return [*self._pins]",
-            "tests/client/test_kept.py::test_a_slot_that_is_given_while_its_client_closes_stays_pinned",
-        ),
-        (
             "content that came when its caller had left stays pinned",
             "        elif isinstance(result, _Pin):  # its caller stopped waiting\n            self.leave(result, None)",
             "",
@@ -135,6 +146,30 @@ FAULTS = (
             "",
             "tests/client/test_kept.py::test_who_waits_to_ask_hears_of_the_end",
         ),
+        guard(
+            "a goodbye names content that was given to keep and is not answered yet",
+            "return [*self._pins, *given]",
+            "return [*self._pins]",
+            "tests/client/test_kept.py::test_a_slot_that_is_given_while_its_client_closes_stays_pinned",
+        ),
+        guard(
+            "a slot that was kept is pinned until its caller has left it",
+            "if record.held or record.viewed:",
+            "if False:",
+            "tests/client/test_kept.py::test_a_slot_that_was_kept_is_pinned_until_it_is_left",
+        ),
+        guard(
+            "content that an engine has found overlaps no lease of its frontend",
+            "return is_leasable and not is_ours",
+            "return is_leasable",
+            "tests/client/test_session.py::test_an_engine_with_an_impossible_answer_counts_as_dead",
+        ),
+        guard(
+            "an engine's reason fits the question",
+            "(_NOT_FOUND if record is None else _NOT_KEPT)",
+            "(*_NOT_FOUND, *_NOT_KEPT)",
+            "tests/client/test_session.py::test_an_engine_with_an_impossible_answer_counts_as_dead",
+        ),
     ),
     *faults_in(
         "shmring/client/client.py",
@@ -143,6 +178,24 @@ FAULTS = (
             "                        retry -= 1\n                        break",
             "                        break",
             "tests/client/test_several_engines.py::test_retries_are_as_many_as_were_allowed",
+        ),
+        guard(
+            "a request that had a reply is not sent again",
+            "if not retry or submission.has_replied or submission._on_gpu:",
+            "if not retry or submission._on_gpu:",
+            "tests/client/test_several_engines.py::test_what_has_been_answered_in_part_is_not_sent_again",
+        ),
+        guard(
+            "a request goes to the engine of its slots",
+            "attachment = holder or await self._engines.pick_in_time(key, engine)",
+            "attachment = await self._engines.pick_in_time(key, engine)",
+            "tests/client/test_several_engines.py::test_a_request_goes_to_the_engine_of_its_slot_whatever_else_is_said",
+        ),
+        guard(
+            "tensors on a GPU are not sent again",
+            "if not retry or submission.has_replied or submission._on_gpu:",
+            "if not retry or submission.has_replied:",
+            "tests/memory/test_device_slots.py::test_what_lay_on_a_gpu_of_the_engine_is_not_sent_again",
         ),
     ),
     *faults_in(
@@ -255,6 +308,18 @@ FAULTS = (
             "else (False,)",
             "tests/client/test_routing.py::test_an_engine_that_does_not_respond_gets_nothing_while_another_one_does",
         ),
+        guard(
+            "an engine that does not respond gets nothing new",
+            "responds = self._unread_since is None or now - self._unread_since <= self._patience_s",
+            "responds = True",
+            "tests/integration/test_engines.py::test_an_engine_that_is_stopped_gets_nothing_new_until_it_goes_on",
+        ),
+        guard(
+            "requests that an engine has not read yet count as its load",
+            "published + unheard if unheard > 0 else published",
+            "published",
+            "tests/client/test_routing.py::test_what_was_sent_since_the_engine_spoke_last_comes_on_top",
+        ),
     ),
     *faults_in(
         "shmring/client/attachment.py",
@@ -306,15 +371,15 @@ FAULTS = (
             "",
             "tests/client/test_reconnect.py::test_a_client_attaches_to_the_next_engine",
         ),
+        guard(
+            "a client keeps no search for an engine that it cancelled",
+            "self._reattaching = None  # it holds",
+            "pass  # it holds",
+            "tests/ends/test_raised_errors.py::test_a_client_that_was_closed_while_it_looked_for_an_engine_keeps_none",
+        ),
     ),
     *faults_in(
         "shmring/client/engines.py",
-        (
-            "an engine that drains gets requests as well",
-            "return [each for each in reached if not each[1].load.draining] or reached",
-            "return reached",
-            "tests/client/test_several_engines.py::test_an_engine_that_drains_gets_what_is_bound_to_it_and_nothing_else",
-        ),
         (
             "requests are refused when all engines drain",
             "if not each[1].load.draining] or reached",
@@ -334,12 +399,6 @@ FAULTS = (
             "tests/client/test_several_engines.py::test_who_waits_for_any_engine_hears_that_the_client_closes",
         ),
         (
-            "a payload's tensors in slots of two engines are sent to the last",
-            "            if holder is not None:\n                raise LocalProtocolError",
-            "            if False:\n                raise LocalProtocolError",
-            "tests/client/test_several_engines.py::test_a_slot_and_its_request_can_not_be_at_two_engines",
-        ),
-        (
             "a request goes to an engine that was not named",
             "if holder is not None and engine is not None and holder is not self.given(engine):",
             "if False:",
@@ -357,6 +416,24 @@ FAULTS = (
             "(not loads[name].responds, -loads[name].in_flight)",
             "tests/client/test_several_engines.py::test_kept_content_is_looked_for_at_the_least_loaded_engine_first",
         ),
+        guard(
+            "a payload lies in slots of one engine",
+            "            if holder is not None:\n                raise LocalProtocolError(",
+            "            if False:\n                raise LocalProtocolError(",
+            "tests/client/test_several_engines.py::test_a_slot_and_its_request_can_not_be_at_two_engines",
+        ),
+        guard(
+            "an engine that drains gets nothing new",
+            "return [each for each in reached if not each[1].load.draining] or reached",
+            "return reached",
+            "tests/client/test_several_engines.py::test_an_engine_that_drains_gets_what_is_bound_to_it_and_nothing_else",
+        ),
+        guard(
+            "what waits at an engine that has stopped goes to another",
+            "return work if is_given or self.only is not None else self._while_it_responds(session, work)",
+            "return work",
+            "tests/integration/test_engines.py::test_what_is_not_sent_to_an_engine_that_stops_goes_to_another",
+        ),
     ),
     *faults_in(
         "shmring/client/life.py",
@@ -366,6 +443,42 @@ FAULTS = (
             "            self.check_alive()",
             "        self.check_alive()",
             "tests/ring/test_batches.py::test_a_reply_that_came_in_a_message_can_be_read_when_its_engine_has_gone",
+        ),
+        guard(
+            "a forked child may not use its parent's client",
+            "if self._origin.forked:",
+            "if False:",
+            "tests/integration/test_process_exit.py::test_a_forked_child_can_use_neither_end",
+        ),
+    ),
+    *faults_in(
+        "shmring/client/session.py",
+        guard(
+            "a client that closes waits for its task that maps pages",
+            "                    await self.prefaulted()\n",
+            "                    pass\n",
+            "tests/ends/test_raised_errors.py::test_a_client_that_has_closed_leaves_no_task",
+        ),
+        guard(
+            "memory that is used after a goodbye is quarantined until the socket ends",
+            "self.link.close(self._hand_socket_on if lingers else None)",
+            "self.link.close()",
+            "tests/ends/test_held_at_close.py::test_a_slot_comes_back_when_it_is_left",
+        ),
+        guard(
+            "an engine's Welcome is checked before anything is mapped",
+            "            check_welcome(welcome)\n",
+            "",
+            "tests/client/test_session.py::test_an_engine_that_says_what_can_not_be_is_not_joined",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/welcome.py",
+        guard(
+            "an engine that answers has the name that was meant",
+            "    if said != meant:",
+            "    if False:",
+            "tests/client/test_names.py::test_who_finds_another_engine_is_told_both_names",
         ),
     ),
 )

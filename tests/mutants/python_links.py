@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from tests.faulty import faults_in
+from tests.mutants.fault import faults_in, guard
 
 FAULTS = (
     *faults_in(
         "shmring/line.py",
-        (
-            "what came as its waiter was cancelled is lost",
-            "                unused(place.result())\n",
-            "                pass\n",
-            "tests/ends/test_line.py::test_what_comes_to_one_who_is_cancelled_goes_to_unused",
-        ),
         (
             "a line is not told of a place that leaves with nothing",
             "                left(place)\n",
@@ -55,6 +49,12 @@ FAULTS = (
             "        finally:\n            pass\n\n    def wait",
             "tests/ends/test_line.py::test_an_error_holds_no_frames_with_it",
         ),
+        guard(
+            "a thing that comes to a task that is cancelled in the same turn is handed on",
+            "unused(place.result())",
+            "pass",
+            "tests/ends/test_line.py::test_what_comes_to_one_who_is_cancelled_goes_to_unused",
+        ),
     ),
     *faults_in(
         "shmring/cancellation.py",
@@ -69,6 +69,12 @@ FAULTS = (
             "        retrieve(future)\n        raise",
             "        raise",
             "tests/memory/test_copier.py::test_failed_work_whose_waiter_was_cancelled_is_not_reported_as_lost",
+        ),
+        guard(
+            "a cancelled copy waits for its thread",
+            "        return await asyncio.shield(future)\n    except asyncio.CancelledError:\n        while not future.done():",
+            "        return await asyncio.shield(future)\n    except asyncio.CancelledError:\n        while False:",
+            "tests/memory/test_copier.py::test_a_cancellation_waits_until_nobody_writes_any_more",
         ),
     ),
     *faults_in(
@@ -140,12 +146,6 @@ FAULTS = (
             "tests/transport/test_link.py::test_an_end_that_closes_is_not_taken_for_one_that_was_reset",
         ),
         (
-            "an heir gets the socket though the backlog was not sent",
-            "if self._heir is not None and not self._backlog:",
-            "if self._heir is not None:",
-            "tests/ends/test_held_at_close.py::test_a_goodbye_that_finds_no_room_ends_the_connection",
-        ),
-        (
             "a forked child closes its parent's connection",
             "        if self._origin.forked:\n            return\n        if self._backlog and",
             "        if self._backlog and",
@@ -168,6 +168,36 @@ FAULTS = (
             "            self._stop_delivering()\n            self._owner.protocol_violated(error)\n",
             "            self._owner.protocol_violated(error)\n",
             "tests/transport/test_link.py::test_rubbish_is_reported_once_and_nothing_after_it_is_delivered",
+        ),
+        guard(
+            "a goodbye that finds no room ends the connection",
+            "if self._heir is not None and not self._backlog:",
+            "if self._heir is not None:",
+            "tests/ends/test_held_at_close.py::test_a_goodbye_that_finds_no_room_ends_the_connection",
+        ),
+        guard(
+            "only bells come over the socket",
+            "            if heard & FOREIGN:",
+            "            if False:",
+            "tests/integration/test_forged.py::test_what_is_no_bell_ends_its_connection",
+        ),
+        guard(
+            "records that a peer had published before its end are read",
+            "            self.reader.expect_the_end()\n            self._unblock()",
+            "            self._end()\n            return",
+            "tests/transport/test_link.py::test_the_last_words_of_a_peer_that_has_gone_are_read",
+        ),
+        guard(
+            "a descriptor that was closed is not rung",
+            "        self.writer.mute()\n        self.reader.mute()",
+            "        pass",
+            "tests/transport/test_link.py::test_nobody_rings_a_descriptor_that_may_be_another_files",
+        ),
+        guard(
+            "the backlog of a peer that does not read is bounded",
+            "        if self._backlog_nbytes > self._max_backlog_nbytes:",
+            "        if False:",
+            "tests/integration/test_forged.py::test_a_frontend_that_never_reads_is_disconnected",
         ),
     ),
     *faults_in(
@@ -202,6 +232,30 @@ FAULTS = (
             'state == b"T"',
             "tests/transport/test_liveness.py::test_a_process_that_was_stopped_is_told_from_one_that_runs",
         ),
+        guard(
+            "the second check of a pid that could have been reused",
+            "if _has_hung_up(peer):",
+            "if False:",
+            "tests/transport/test_liveness.py::test_without_the_kernels_help_a_peer_that_hung_up_proves_nothing",
+        ),
+        guard(
+            "an error of pidfd_open is no proof of death",
+            "        if error.errno in _NO_PROCESS:",
+            "        if True:",
+            "tests/transport/test_liveness.py::test_only_a_process_that_is_not_there_is_gone",
+        ),
+        guard(
+            "a process that has got the number of another one is not that one",
+            "            if int(_stat_of(self.pid)[_STARTED]) == self.started:",
+            "            if True:",
+            "tests/transport/test_liveness.py::test_a_process_is_known_by_its_number_and_when_it_started",
+        ),
+        guard(
+            "a process that was stopped is told from one that is slow",
+            '                return state in (b"T", b"t")\n',
+            "                return False\n",
+            "tests/integration/test_steps_of_processes.py::test_a_core_whose_rank_is_stopped_knows_it_and_goes_on_with_it",
+        ),
     ),
     *faults_in(
         "shmring/transport/rings.py",
@@ -223,6 +277,18 @@ FAULTS = (
             "    if size < nbytes:",
             "tests/transport/test_rings.py::test_memory_that_could_be_truncated_is_refused",
         ),
+        guard(
+            "message rings are sealed by the engine, which makes them",
+            "        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)",
+            "        pass",
+            "tests/transport/test_rings.py::test_nobody_can_truncate_what_both_ends_have_mapped",
+        ),
+        guard(
+            "a frontend takes no message ring that could be truncated",
+            "    if seals & _SEALS != _SEALS:",
+            "    if False:",
+            "tests/transport/test_rings.py::test_memory_that_could_be_truncated_is_refused",
+        ),
     ),
     *faults_in(
         "shmring/transport/load.py",
@@ -230,6 +296,18 @@ FAULTS = (
             "a load page that others may write is taken",
             "    if seals & _SEALS != _SEALS:",
             "    if not seals & _SEALS:",
+            "tests/transport/test_load.py::test_a_page_that_others_could_write_is_refused",
+        ),
+        guard(
+            "only an engine can write its load",
+            "fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL",
+            "fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL",
+            "tests/transport/test_load.py::test_nobody_but_its_engine_can_write_it",
+        ),
+        guard(
+            "a frontend takes no load page that others could write",
+            "if seals & _SEALS != _SEALS:",
+            "if False:",
             "tests/transport/test_load.py::test_a_page_that_others_could_write_is_refused",
         ),
     ),
@@ -360,6 +438,27 @@ FAULTS = (
             "                if start < offset + nbytes and offset < start + length:\n",
             "                if False:\n",
             "tests/client/test_slot.py::test_a_lease_that_is_returned_leaves_another_one_writable_that_lies_in_it",
+        ),
+    ),
+    *faults_in(
+        "shmring/transport/endpoint.py",
+        guard(
+            "the uid of a peer that connects is checked",
+            "if uid not in allowed_uids:",
+            "if False:",
+            "tests/transport/test_endpoint.py::test_a_uid_that_is_not_allowed_is_refused_and_told",
+        ),
+        guard(
+            "who finds as many waiting for an engine as can waits as well",
+            "            return connected.connect(os.fspath(path))",
+            "            return await asyncio.get_running_loop().sock_connect(connected, os.fspath(path))",
+            "tests/transport/test_endpoint.py::test_a_frontend_waits_while_as_many_wait_as_can",
+        ),
+        guard(
+            "a link in the place of the socket is refused",
+            '    if not stat.S_ISSOCK(mode):\n        raise PermissionError(f"{path} is in the place of the socket',
+            '    if False:\n        raise PermissionError(f"{path} is in the place of the socket',
+            "tests/transport/test_listener.py::test_what_is_in_the_place_of_the_socket_is_refused_and_not_touched",
         ),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faulty import faults_in
+from tests.mutants.fault import faults_in, guard
 
 FAULTS = (
     *faults_in(
@@ -83,12 +83,6 @@ FAULTS = (
     *faults_in(
         "shmring/integrations/vllm/peers.py",
         (
-            "a look long after another one is a second one",
-            "if now_s - self._looked_s < _FORGOTTEN_S else {}",
-            "",
-            "tests/vllm/test_peers.py::test_a_server_that_was_stopped_as_a_whole_goes_on",
-        ),
-        (
             "a zombie counts as living",
             'if state in ("", "Z", "X"):',
             'if state in ("", "X"):',
@@ -99,6 +93,12 @@ FAULTS = (
             "        self._stopped_since_s, self._looked_s = {}, now_s\n",
             "        self._looked_s = now_s\n",
             "tests/vllm/test_peers.py::test_whoever_goes_on_and_is_stopped_anew_is_stopped_since_then",
+        ),
+        guard(
+            "a server of vLLM that was stopped as a whole goes on",
+            "if now_s - self._looked_s < _FORGOTTEN_S else {}",
+            "",
+            "tests/vllm/test_peers.py::test_a_server_that_was_stopped_as_a_whole_goes_on",
         ),
     ),
     *faults_in(
@@ -242,6 +242,30 @@ FAULTS = (
             "        if self.is_connected or (",
             "tests/vllm/test_reaching.py::test_what_is_closed_tries_no_more",
         ),
+        (
+            "each request begins another attempt to connect",
+            "(self._trying is not None and not self._trying.done())",
+            "False",
+            "tests/vllm/test_reaching.py::test_requests_begin_one_attempt_together",
+        ),
+        (
+            "a ring whose epoch is not known is left alone",
+            "if expected not in (0, epoch):",
+            "if expected != epoch:",
+            "tests/vllm/test_reaching.py::test_a_ring_is_the_one_that_was_meant",
+        ),
+        (
+            "a connection that was lost is not closed",
+            "            await lost.close()\n",
+            "",
+            "tests/vllm/test_reaching.py::test_a_connection_that_is_lost_is_made_again",
+        ),
+        guard(
+            "an API server of vLLM sends nothing to a ring that is not its engine core's",
+            "if expected not in (0, epoch):",
+            "if False:",
+            "tests/vllm/test_reaching.py::test_a_ring_of_the_name_that_another_engine_has_by_then_is_left_alone",
+        ),
     ),
     *faults_in(
         "shmring/integrations/vllm/link.py",
@@ -272,6 +296,30 @@ FAULTS = (
             "                self._why_not = str(error)\n",
             "tests/vllm/test_reaching.py::test_of_two_engine_cores_with_one_name_the_second_is_without_until_the_name_is_free",
         ),
+        guard(
+            "vLLM's workers get a tensor that an API server has put into a slot from that slot",
+            "elif self._engine_ring.has_workers:",
+            "elif False:",
+            "tests/vllm/test_queues.py::test_what_an_api_server_has_sent_is_not_copied",
+        ),
+        guard(
+            "vLLM's cache in an engine core does not keep the slab full",
+            "lent_nbytes >= self._settings.keep_nbytes",
+            "False",
+            "tests/vllm/test_queues.py::test_vllms_cache_keeps_no_more_of_the_slab_than_it_may",
+        ),
+        guard(
+            "vLLM's model reads a tensor in a device slab after it was written",
+            "                    claim.use_on_gpu()\n",
+            "                    pass\n",
+            "tests/vllm/test_on_gpu.py::test_the_model_reads_it_after_it_was_written",
+        ),
+        guard(
+            "an engine core of vLLM takes no tensor from another one's slab",
+            "if epoch != self._ring.epoch:",
+            "if False:",
+            "tests/vllm/test_exchange.py::test_a_stale_reference_fails_its_request_and_no_other",
+        ),
     ),
     *faults_in(
         "shmring/integrations/vllm/settings.py",
@@ -289,6 +337,54 @@ FAULTS = (
             "manager = self._sending.get(lambda: None)()",
             "manager = list(self._instances)[-1]",
             "tests/sglang/test_reaching.py::test_of_two_servers_in_a_process_each_request_goes_to_its_own",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/vllm/workers.py",
+        guard(
+            "vLLM's workers view only what they read",
+            'return bool(method == "execute_model")',
+            "return True",
+            "tests/vllm/test_queues.py::test_what_is_not_to_compute_with_may_be_written_to",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/vllm/frontend.py",
+        guard(
+            "a tensor that finds no place in a device slab goes vLLM's own way",
+            "return self._own(tensor) if reference is None and self._own is not None else reference",
+            "return reference",
+            "tests/vllm/test_on_gpu.py::test_what_finds_no_place_goes_vllms_own_way",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/sglang/scheduler.py",
+        guard(
+            "a scheduler of SGLang takes no tensor from another one's slab",
+            "if epoch != self._ring.epoch:",
+            "if False:",
+            "tests/sglang/test_exchange.py::test_a_request_that_came_to_the_wrong_scheduler_gets_no_tensor_of_another",
+        ),
+        guard(
+            "a rank of SGLang's passes over what was shared for a broadcast that failed",
+            "if message.beside == list(named):",
+            "if True:",
+            "tests/sglang/test_exchange.py::test_a_broadcast_that_failed_is_passed_over",
+        ),
+    ),
+    *faults_in(
+        "shmring/integrations/sglang/pointer.py",
+        guard(
+            "a tensor that SGLang does not send gives its slot back",
+            "self._give_up = weakref.finalize(self, give_up)",
+            "self._give_up = weakref.finalize(self, int)",
+            "tests/sglang/test_exchange.py::test_what_is_not_sent_is_given_up",
+        ),
+        guard(
+            "a rank of SGLang's that shares no memory gets tensors in the message",
+            'state["tensor"] = self.tensor',
+            "pass",
+            "tests/sglang/test_exchange.py::test_a_rank_that_has_not_joined_gets_tensors_in_the_message",
         ),
     ),
 )

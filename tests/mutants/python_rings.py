@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faulty import faults_in
+from tests.mutants.fault import faults_in, guard
 
 FAULTS = (
     *faults_in(
@@ -126,6 +126,48 @@ FAULTS = (
             "            if False:\n",
             "tests/worker/test_workers.py::test_who_dies_while_it_is_let_in_is_no_worker_though_another_process_has_its_socket",
         ),
+        guard(
+            "memory for broadcasts that is reserved while the ring closes is given up",
+            "        else:  # the ring was closed meanwhile\n            os.close(fd)\n",
+            "",
+            "tests/worker/test_workers.py::test_memory_that_is_reserved_while_the_ring_closes_goes_at_once",
+        ),
+        guard(
+            "a message waits for no worker to which it does not go",
+            "return parcel.to is None or other.to is None or not set(parcel.to).isdisjoint(other.to)",
+            "return True",
+            "tests/simulation/test_fan_out.py::test_the_first_states_of_a_small_scenario_with_workers_are_sound",
+        ),
+        guard(
+            "a worker that was dropped keeps what it reads",
+            "            self.book.part(record)\n        self.end.lost(record, how)",
+            "            self.book.died(record)\n        self.end.lost(record, how)",
+            "tests/worker/test_workers.py::test_a_dropped_worker_is_told_and_keeps_what_it_reads",
+        ),
+        guard(
+            "the memory of a dead worker's messages comes back",
+            "        self.book.died(worker.record)\n        self.end.lost(",
+            "        self.book.part(worker.record)\n        self.end.lost(",
+            "tests/integration/test_workers.py::test_a_killed_worker_is_struck_off_and_what_it_had_comes_back",
+        ),
+        guard(
+            "slots of claims are asked for again after each bell",
+            "        if self.book.holds_slots():\n            self.slots_are_kept()",
+            "        if False:\n            self.slots_are_kept()",
+            "tests/worker/test_workers.py::test_slots_of_claims_go_back_one_by_one_though_nobody_here_waits_for_them",
+        ),
+        guard(
+            "a reply in parts is bounded",
+            "        if self.parts_nbytes > _MOST_ANSWERS * int(self._workers.life.config.max_payload_nbytes):",
+            "        if False:",
+            "tests/worker/test_workers.py::test_parts_without_end_are_bounded",
+        ),
+        guard(
+            "a worker's descriptor of the slab is for reading",
+            "os.O_RDONLY | os.O_CLOEXEC)",
+            "os.O_RDWR | os.O_CLOEXEC)",
+            "tests/integration/test_workers.py::test_the_kernel_refuses_a_worker_to_write",
+        ),
     ),
     *faults_in(
         "shmring/ring/handling.py",
@@ -193,6 +235,36 @@ FAULTS = (
             "            pass",
             "tests/ring/test_ring.py::test_a_frontend_that_cannot_be_admitted_leaks_nothing_and_another_can",
         ),
+        (
+            "silent peers keep others out",
+            "            self._free_one()\n",
+            "            pass\n",
+            "tests/ring/test_ring.py::test_silent_processes_keep_nobody_from_connecting",
+        ),
+        (
+            "not the process with the most silent peers loses one",
+            "if pid == greediest)",
+            "if pid)",
+            "tests/ring/test_ring.py::test_of_silent_peers_the_process_with_the_most_loses_its_oldest",
+        ),
+        guard(
+            "a silent connection keeps no other out",
+            "            self._free_one()\n",
+            "            raise TimeoutError\n",
+            "tests/ring/test_ring.py::test_silent_processes_keep_nobody_from_connecting",
+        ),
+        guard(
+            "connections that have ended keep no other process out",
+            "sum(frontend.connected for frontend in self._frontends.values())",
+            "len(self._frontends)",
+            "tests/ring/test_ring.py::test_connections_that_have_gone_count_for_their_process_alone",
+        ),
+        guard(
+            "connections of one process that have ended are bounded",
+            "        if gone < _MAX_GONE:",
+            "        if True:",
+            "tests/ring/test_ring.py::test_connections_that_have_gone_count_for_their_process_alone",
+        ),
     ),
     *faults_in(
         "shmring/worker/worker.py",
@@ -250,6 +322,63 @@ FAULTS = (
             "            self._end.unmark_answered(message)  # nothing was sent\n",
             "",
             "tests/worker/test_workers.py::test_a_reply_that_was_cancelled_while_it_waited_can_be_sent_again",
+        ),
+        guard(
+            "a worker keeps no error of a reply that failed in the middle",
+            "self._rest = None  # if it fails",
+            "pass  # if it fails",
+            "tests/ends/test_raised_errors.py::test_a_worker_keeps_none_of_a_reply_that_it_gave_up",
+        ),
+        guard(
+            "a reply that was cancelled before it was sent may be sent again",
+            "self._end.unmark_answered(message)  # nothing was sent",
+            "pass",
+            "tests/ends/test_ends_inside_calls.py::test_a_reply_that_is_cancelled_before_it_was_sent_was_none",
+        ),
+        guard(
+            "a reply that was cancelled in the middle and then fails is not reported as a lost error",
+            "        self._rest.add_done_callback(retrieve)\n",
+            "",
+            "tests/ends/test_ends_inside_calls.py::test_nobody_hears_of_a_reply_that_was_cancelled_in_the_middle_and_then_failed",
+        ),
+        guard(
+            "a long reply that is cancelled in the middle is sent to its end",
+            "await asyncio.shield(self._rest)",
+            "await self._rest",
+            "tests/ends/test_ends_inside_calls.py::test_a_long_reply_that_is_cancelled_in_the_middle_arrives_whole",
+        ),
+        guard(
+            "a worker leaves an engine that sends a message for frontends",
+            "            self.protocol_violated(error)\n            raise\n",
+            "            raise\n",
+            "tests/worker/test_workers.py::test_an_engine_that_sends_what_no_worker_is_sent_is_left",
+        ),
+    ),
+    *faults_in(
+        "shmring/ring/frontend.py",
+        guard(
+            "the end of a socket proves something only if the goodbye said so",
+            "self._expect_last_use if any(goodbye.lingers for goodbye in goodbyes) else None",
+            "self._expect_last_use",
+            "tests/ends/test_held_at_close.py::test_the_end_of_a_socket_proves_nothing_if_the_goodbye_did_not_say_so",
+        ),
+        guard(
+            "a goodbye is not believed if other bytes than bells follow it",
+            "if heard == ENDED:",
+            "if heard:",
+            "tests/ends/test_held_at_close.py::test_bells_before_the_goodbye_and_bytes_behind_it_are_no_end",
+        ),
+        guard(
+            "memory is reused only when the pidfd reports the death",
+            "self._carry_out(self._book.disconnect(self.client_id))",
+            "self._carry_out(self._book.died(self.client_id))",
+            "tests/integration/test_process_death.py::test_a_frontend_that_is_disconnected_but_lives_keeps_its_memory",
+        ),
+        guard(
+            "a frontend's text is made printable before it is logged",
+            "self.name = printable(peer.hello.name)",
+            "self.name = peer.hello.name",
+            "tests/integration/test_forged.py::test_what_a_frontend_says_of_itself_can_be_printed",
         ),
     ),
 )

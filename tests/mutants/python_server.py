@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faulty import faults_in
+from tests.mutants.fault import faults_in, guard
 
 FAULTS = (
     *faults_in(
@@ -132,6 +132,116 @@ FAULTS = (
             "            request.account.charge(taken)\n",
             "            request.account.charge(share)\n",
             "tests/engine/test_core.py::test_what_requests_took_of_steps_is_charged_to_their_owners",
+        ),
+        (
+            "a waiting request that is aborted keeps its slots",
+            "            request.leave()\n        self._work.set()",
+            "            pass\n        self._work.set()",
+            "tests/engine/test_core.py::test_a_request_aborted_before_its_step_is_gone_at_once",
+        ),
+        (
+            "an abort of a running request waits for other work",
+            "        self._work.set()  # a running one",
+            "        # a running one",
+            "tests/engine/test_core.py::test_a_stream_that_is_left_ends_at_the_next_step_and_is_forgotten",
+            "Equivalent: as long as anything runs, the engine is in a step, and looks for ended requests after it.",
+        ),
+        (
+            "work that comes while a step is prepared is waited for",
+            "        self._work.clear()  # what comes from here on is waited for no longer\n        self._dismiss()",
+            "        self._dismiss()\n        self._work.clear()",
+            "tests/engine/test_core.py::test_requests_that_wait_share_a_step",
+            "Equivalent: no other code runs between the two.",
+        ),
+        (
+            "executors are not told of requests that have ended",
+            "            self._scheduler.finish(request)\n            "
+            "self._to_forget[request.number] = request.claim.name\n\n    async def _step",
+            "            self._scheduler.finish(request)\n\n    async def _step",
+            "tests/engine/test_core.py::test_a_stream_that_is_left_ends_at_the_next_step_and_is_forgotten",
+        ),
+        (
+            "executors are not told of requests that they have answered",
+            "            self._scheduler.finish(request)\n            "
+            "self._to_forget[request.number] = request.claim.name\n\n    def _send",
+            "            self._scheduler.finish(request)\n\n    def _send",
+            "tests/engine/test_core.py::test_an_answer_streams_and_its_slot_is_released_after_its_first_step",
+        ),
+        (
+            "inputs that an executor has read are kept until the request ends",
+            "        if not output.keep_inputs and not request.claim.released:\n            request.claim.release()\n",
+            "",
+            "tests/engine/test_core.py::test_an_answer_streams_and_its_slot_is_released_after_its_first_step",
+        ),
+        (
+            "aborts and calls wait while there are steps",
+            "            await asyncio.sleep(0)  # aborts",
+            "            pass  # aborts",
+            "tests/engine/test_core.py::test_a_call_waits_for_the_running_step",
+            "Equivalent but for the order: the loop runs during a step. This lets what came at its end go before the next.",
+        ),
+        (
+            "who waits for a pause is not told when it ends",
+            "        self._work.set()\n        await self._tell_of_boundary()",
+            "        self._work.set()",
+            "tests/engine/test_core.py::test_a_pause_that_is_taken_back_ends_for_its_caller",
+        ),
+        (
+            "who waits for a pause is not told when nothing runs",
+            "        if self._paused:\n            await self._tell_of_boundary()",
+            "        pass",
+            "tests/engine/test_core.py::test_paused_it_lets_what_runs_finish_and_what_comes_wait",
+        ),
+        (
+            "a paused engine begins no further answers of what runs",
+            "            self._scheduler.admit_answers()  # or",
+            "            pass  # or",
+            "tests/engine/test_core.py::test_the_answers_of_a_request_take_places_as_they_become_free",
+        ),
+        (
+            "an executor that takes too long is well",
+            "            if age_s > self._step_timeout_s:",
+            "            if age_s < 0:",
+            "tests/engine/test_core.py::test_a_step_that_takes_too_long_is_ill_health",
+        ),
+        (
+            "one request of a step that fails fails all of it",
+            "    return [output for part, request in alone "
+            "for output in _execute_batch(executor, [part], [request], concerned_here)]",
+            "    return [RuntimeError()] * len(step)",
+            "tests/engine/test_core.py::test_of_a_step_that_raises_only_the_requests_at_fault_fail",
+        ),
+        (
+            "a request that an operator has ended while it runs ends in its step",
+            "            if self._scheduler.withdraw(request):\n                "
+            "request.fail(error)\n            else:\n                request.revoked = error",
+            "            if True:\n                request.fail(error)\n"
+            "            else:\n                request.revoked = error",
+            "tests/frontend/test_admin.py",
+        ),
+        (
+            "a refused request is not counted",
+            "            self.metrics.refused_requests += 1\n            claim.fail(error)",
+            "            claim.fail(error)",
+            "tests/engine/test_core.py::test_a_full_line_refuses_at_once",
+        ),
+        (
+            "an executor's error keeps the payloads of its step",
+            "            step.clear()  # if an",
+            "            pass  # if an",
+            "tests/engine/test_core.py::test_an_executor_that_dies_ends_the_engine_and_all_requests_get_the_reason",
+        ),
+        (
+            "requests that wait are not failed as the engine ends",
+            "(*self._scheduler, *self._scheduler.withdraw_all())",
+            "(*self._scheduler,)",
+            "tests/engine/test_core.py::test_cancelling_it_waits_for_the_step_and_fails_what_runs",
+        ),
+        guard(
+            "a running request keeps its slots until its step ends",
+            "        if self._scheduler.withdraw(request):\n            request.leave()",
+            "        self._scheduler.withdraw(request)\n        request.leave()",
+            "tests/engine/test_core.py::test_a_request_aborted_in_its_step_keeps_its_slot_until_the_step_ends",
         ),
     ),
     *faults_in(
@@ -313,101 +423,6 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "engine/core.py",
-        (
-            "a waiting request that is aborted keeps its slots",
-            "            request.leave()\n        self._work.set()",
-            "            pass\n        self._work.set()",
-            "tests/engine/test_core.py::test_a_request_aborted_before_its_step_is_gone_at_once",
-        ),
-        (
-            "an abort of a running request waits for other work",
-            "        self._work.set()  # a running one",
-            "        # a running one",
-            "tests/engine/test_core.py::test_a_stream_that_is_left_ends_at_the_next_step_and_is_forgotten",
-            "Equivalent: as long as anything runs, the engine is in a step, and looks for ended requests after it.",
-        ),
-        (
-            "work that comes while a step is prepared is waited for",
-            "        self._work.clear()  # what comes from here on is waited for no longer\n        self._dismiss()",
-            "        self._dismiss()\n        self._work.clear()",
-            "tests/engine/test_core.py::test_requests_that_wait_share_a_step",
-            "Equivalent: no other code runs between the two.",
-        ),
-        (
-            "executors are not told of requests that have ended",
-            "            self._scheduler.finish(request)\n            "
-            "self._to_forget[request.number] = request.claim.name\n\n    async def _step",
-            "            self._scheduler.finish(request)\n\n    async def _step",
-            "tests/engine/test_core.py::test_a_stream_that_is_left_ends_at_the_next_step_and_is_forgotten",
-        ),
-        (
-            "executors are not told of requests that they have answered",
-            "            self._scheduler.finish(request)\n            "
-            "self._to_forget[request.number] = request.claim.name\n\n    def _send",
-            "            self._scheduler.finish(request)\n\n    def _send",
-            "tests/engine/test_core.py::test_an_answer_streams_and_its_slot_is_released_after_its_first_step",
-        ),
-        (
-            "inputs that an executor has read are kept until the request ends",
-            "        if not output.keep_inputs and not request.claim.released:\n            request.claim.release()\n",
-            "",
-            "tests/engine/test_core.py::test_an_answer_streams_and_its_slot_is_released_after_its_first_step",
-        ),
-        (
-            "aborts and calls wait while there are steps",
-            "            await asyncio.sleep(0)  # aborts",
-            "            pass  # aborts",
-            "tests/engine/test_core.py::test_a_call_waits_for_the_running_step",
-            "Equivalent but for the order: the loop runs during a step. This lets what came at its end go before the next.",
-        ),
-        (
-            "who waits for a pause is not told when it ends",
-            "        self._work.set()\n        await self._tell_of_boundary()",
-            "        self._work.set()",
-            "tests/engine/test_core.py::test_a_pause_that_is_taken_back_ends_for_its_caller",
-        ),
-        (
-            "who waits for a pause is not told when nothing runs",
-            "        if self._paused:\n            await self._tell_of_boundary()",
-            "        pass",
-            "tests/engine/test_core.py::test_paused_it_lets_what_runs_finish_and_what_comes_wait",
-        ),
-        (
-            "a paused engine begins no further answers of what runs",
-            "            self._scheduler.admit_answers()  # or",
-            "            pass  # or",
-            "tests/engine/test_core.py::test_the_answers_of_a_request_take_places_as_they_become_free",
-        ),
-        (
-            "an executor that takes too long is well",
-            "            if age_s > self._step_timeout_s:",
-            "            if age_s < 0:",
-            "tests/engine/test_core.py::test_a_step_that_takes_too_long_is_ill_health",
-        ),
-        (
-            "one request of a step that fails fails all of it",
-            "    return [output for part, request in alone "
-            "for output in _execute_batch(executor, [part], [request], concerned_here)]",
-            "    return [RuntimeError()] * len(step)",
-            "tests/engine/test_core.py::test_of_a_step_that_raises_only_the_requests_at_fault_fail",
-        ),
-        (
-            "a request that an operator has ended while it runs ends in its step",
-            "            if self._scheduler.withdraw(request):\n                "
-            "request.fail(error)\n            else:\n                request.revoked = error",
-            "            if True:\n                request.fail(error)\n"
-            "            else:\n                request.revoked = error",
-            "tests/frontend/test_admin.py",
-        ),
-        (
-            "a refused request is not counted",
-            "            self.metrics.refused_requests += 1\n            claim.fail(error)",
-            "            claim.fail(error)",
-            "tests/engine/test_core.py::test_a_full_line_refuses_at_once",
-        ),
-    ),
-    *faults_in(
         "frontend/places.py",
         (
             "who has waited in vain still counts as waiting",
@@ -432,6 +447,12 @@ FAULTS = (
             "            self._refuse_last(self._most()[0])\n",
             "            pass\n",
             "tests/frontend/test_admission.py::test_whoever_fills_the_line_keeps_no_other_caller_out",
+        ),
+        guard(
+            "one caller has a part of the places to fetch media, and others the rest",
+            "return self._taken[who] < self._most_of_one",
+            "return True",
+            "tests/frontend/test_places.py::test_one_caller_has_no_more_than_its_share_and_others_need_not_wait",
         ),
     ),
     *faults_in(
@@ -531,6 +552,12 @@ FAULTS = (
             "            self._last_at + _IDLE_S,\n",
             "",
             "tests/frontend/test_bodies.py::test_a_body_that_stands_still_is_a_408",
+        ),
+        (
+            "a body that was refused midway keeps its memory while its rest is read",
+            "                share.release()\n                await self._drop",
+            "                await self._drop",
+            "tests/frontend/test_bodies.py::test_a_body_that_is_refused_midway_takes_no_memory_while_its_rest_is_read",
         ),
     ),
     *faults_in(
@@ -675,31 +702,7 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "shmring/engine/core.py",
-        (
-            "an executor's error keeps the payloads of its step",
-            "            step.clear()  # if an",
-            "            pass  # if an",
-            "tests/engine/test_core.py::test_an_executor_that_dies_ends_the_engine_and_all_requests_get_the_reason",
-        ),
-        (
-            "requests that wait are not failed as the engine ends",
-            "(*self._scheduler, *self._scheduler.withdraw_all())",
-            "(*self._scheduler,)",
-            "tests/engine/test_core.py::test_cancelling_it_waits_for_the_step_and_fails_what_runs",
-        ),
-    ),
-    *faults_in(
-        "shmring/frontend/bodies.py",
-        (
-            "a body that was refused midway keeps its memory while its rest is read",
-            "                share.release()\n                await self._drop",
-            "                await self._drop",
-            "tests/frontend/test_bodies.py::test_a_body_that_is_refused_midway_takes_no_memory_while_its_rest_is_read",
-        ),
-    ),
-    *faults_in(
-        "shmring/frontend/openai/input_items.py",
+        "frontend/openai/input_items.py",
         (
             "a page of items begins with the one that it is to come after",
             "in enumerate(named, 1) if name == page.after",
@@ -750,12 +753,156 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "shmring/frontend/inference.py",
+        "frontend/inference.py",
         (
             "the form of a function is sought by a part of its name",
             "parameters_of(tool.function.name) in message",
             "tool.function.name[:1] in message",
             "tests/frontend/test_inference_tools.py::test_a_form_that_is_refused_is_named_where_its_caller_has_written_it",
+        ),
+    ),
+    *faults_in(
+        "engine/log_writer.py",
+        guard(
+            "what does not fit into the queue of a log that nobody reads is dropped",
+            "if self._waiting_nbytes + len(data) <= self._max_waiting_nbytes:",
+            "if True:",
+            "tests/engine/test_log_writer.py::test_a_log_that_nobody_reads_stops_neither_the_program_nor_its_end",
+        ),
+    ),
+    *faults_in(
+        "frontend/http_protocol.py",
+        guard(
+            "the chunks of a body have a price",
+            "if self._chunks > _FREE_CHUNKS + self._body_nbytes // _LEAST_CHUNK_NBYTES:",
+            "if False:",
+            "tests/frontend/test_http_protocol.py::test_chunks_have_a_price",
+        ),
+        guard(
+            "a head has so many headers at most",
+            "if len(self.headers) >= _MAX_FIELDS:",
+            "if False:",
+            "tests/frontend/test_http_protocol.py::test_a_head_has_a_number_of_headers",
+        ),
+    ),
+    *faults_in(
+        "frontend/parsing_turns.py",
+        guard(
+            "a turn of a frontend's loop parses a bounded part of what came",
+            "while left > 0 and self._connections:",
+            "while self._connections:",
+            "tests/frontend/test_http_protocol.py::test_a_turn_of_the_loop_parses_some_of_what_came_and_the_others_come_between",
+        ),
+        guard(
+            "nothing more is read of a connection while bytes of it wait to be parsed",
+            "if not self._is_behind:",
+            "if True:",
+            "tests/frontend/test_http_protocol.py::test_what_waits_to_be_parsed_is_bounded_because_nothing_more_is_read",
+        ),
+    ),
+    *faults_in(
+        "frontend/number_files.py",
+        guard(
+            "the space of a frontend's numbers is reserved",
+            "os.posix_fallocate(fd, 0, _NBYTES + owners * _OWNER_NBYTES)",
+            "os.ftruncate(fd, _NBYTES + owners * _OWNER_NBYTES)",
+            "tests/frontend/test_number_files.py::test_all_that_a_frontend_counts_fits_into_what_was_reserved",
+        ),
+    ),
+    *faults_in(
+        "frontend/admin.py",
+        guard(
+            "all who ask for a pause meanwhile share one call to the engine",
+            "await pauses[wait].get()",
+            "await pausing(wait=wait).get()",
+            "tests/frontend/test_admin.py::test_pauses_that_were_given_up_take_no_places_for_calls",
+        ),
+        guard(
+            "a key of callers opens no route of operators",
+            "keys = Middleware(Authentication, settings.admin_keys)",
+            "keys = Middleware(Authentication, settings.admin_keys + settings.api_keys)",
+            "tests/frontend/test_admin.py::test_no_other_key_opens_them_and_theirs_opens_nothing_else",
+        ),
+    ),
+    *faults_in(
+        "engine/executors/processed.py",
+        guard(
+            "features that count more patches than they have are refused",
+            "if fits and any(feature.shape[0] == 0 for feature in expected):",
+            "if False:",
+            "tests/engine/test_processed.py::test_features_with_more_patches_than_they_have_are_refused",
+        ),
+    ),
+    *faults_in(
+        "engine/picture_processor.py",
+        guard(
+            "what an image processor makes is written only if it is as large as was foreseen",
+            "if layout != self.foresee(*pixels.shape[:2]):",
+            "if False:",
+            "tests/frontend/media/test_processing.py::test_what_can_not_be_processed_here_goes_to_the_engine_as_pixels",
+        ),
+    ),
+    *faults_in(
+        "frontend/media/decoder_pool.py",
+        guard(
+            "a decoder that has another image processor, or none, gets no picture for this one",
+            "if decoder.lives() and processor in (None, decoder.processor):",
+            "if decoder.lives():",
+            "tests/frontend/media/test_processing.py::test_pictures_for_several_processors_in_turn",
+        ),
+    ),
+    *faults_in(
+        "engine/executors/transformers.py",
+        guard(
+            "a step copies so many media at most",
+            "if nbytes and copied_nbytes and copied_nbytes + nbytes > _COPIED_NBYTES:",
+            "if False:",
+            "tests/engine/test_transformers.py::test_many_pictures_are_copied_in_several_steps",
+        ),
+    ),
+    *faults_in(
+        "engine/option_table.py",
+        guard(
+            "the variable of Kubernetes for a service called shmring is not taken for a port",
+            'text is not None and text.startswith("tcp://")',
+            "False",
+            "tests/frontend/test_option_places.py::test_what_kubernetes_says_of_a_service_of_this_name_is_no_port",
+        ),
+        guard(
+            "a supervised process looks at no variables of options",
+            "if ctx.get_parameter_source(str(SUPERVISOR_FD.name)) is ParameterSource.COMMANDLINE:",
+            "if False:",
+            "tests/frontend/test_option_places.py::test_a_supervised_process_is_told_by_its_supervisor_alone",
+        ),
+        guard(
+            "a number in a file of options is what the same text is on a command line",
+            "return str(node.value)",
+            "return yaml.SafeLoader('').construct_document(node)",
+            "tests/frontend/test_option_places.py::test_what_is_wrong_in_a_file_is_said_with_its_line",
+        ),
+    ),
+    *faults_in(
+        "frontend/media/sources.py",
+        guard(
+            "an error while a medium is copied is in no variable of its frame",
+            "raise _for_the_caller(*errors.pop())",
+            "raise _for_the_caller(*errors[0])",
+            "tests/frontend/test_intake.py::test_an_error_while_a_medium_is_copied_is_not_kept",
+        ),
+    ),
+    *faults_in(
+        "frontend/supervisor.py",
+        guard(
+            "an engine for which as many wait as can is a living one",
+            " in (0, errno.EAGAIN)",
+            " == 0",
+            "tests/frontend/test_supervisor.py::test_an_engine_for_which_as_many_wait_as_can_is_one",
+        ),
+        guard(
+            "a frontend that replaces another gives up before it is killed",
+            "min(settings.connect_timeout_s, _REPLACEMENT_CONNECT_S)",
+            "settings.connect_timeout_s",
+            "tests/frontend/test_supervisor.py::test_a_frontend_that_replaces_another_has_time_to_say_that_it_does_not_reach_the_engine",
         ),
     ),
 )

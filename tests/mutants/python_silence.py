@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faulty import faults_in
+from tests.mutants.fault import faults_in, guard
 
 FAULTS = (
     *faults_in(
@@ -135,21 +135,6 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "shmring/ring/handshakes.py",
-        (
-            "silent peers keep others out",
-            "            self._free_one()\n",
-            "            pass\n",
-            "tests/ring/test_ring.py::test_silent_processes_keep_nobody_from_connecting",
-        ),
-        (
-            "not the process with the most silent peers loses one",
-            "if pid == greediest)",
-            "if pid)",
-            "tests/ring/test_ring.py::test_of_silent_peers_the_process_with_the_most_loses_its_oldest",
-        ),
-    ),
-    *faults_in(
         "shmring/transport/listener.py",
         (
             "an engine does not look whether its lock is there",
@@ -186,6 +171,30 @@ FAULTS = (
             'f"{mounts} {path.parent.resolve()}"',
             'f"{mounts}"',
             "tests/transport/test_listener.py::test_engines_in_two_directories_have_one_name_each",
+        ),
+        guard(
+            "a name is its engine's own while that lives, also if its directory is removed",
+            "            if uid == os.getuid():\n",
+            "            if False:\n",
+            "tests/transport/test_listener.py::test_what_somebody_removes_is_there_again_and_the_name_is_nobody_elses",
+        ),
+        guard(
+            "what is in the place of a directory that was removed is checked",
+            "        make_directory(self.path.parent, self._others_may_connect)\n        if not is_locked",
+            "        self.path.parent.mkdir(parents=True, exist_ok=True)\n        if not is_locked",
+            "tests/ring/test_ring.py::test_what_comes_back_in_the_place_of_the_directory_is_checked_and_named_once",
+        ),
+        guard(
+            "nobody else can write to the directory of the socket",
+            "if status.st_mode & 0o022:",
+            "if False:",
+            "tests/transport/test_listener.py::test_a_directory_that_others_can_write_to_is_refused_by_both_ends",
+        ),
+        guard(
+            "a sweep leaves the locks of other programs",
+            "    if mark != _LOCK_MARK:",
+            "    if False:",
+            "tests/transport/test_listener.py::test_a_sweep_leaves_what_is_not_ours",
         ),
     ),
     *faults_in(
@@ -252,27 +261,6 @@ FAULTS = (
             "stacklevel=stacklevel + 1, **options)",
             "stacklevel=stacklevel, **options)",
             "tests/core/test_loggers.py::test_what_is_logged_is_as_by_pythons_own_logger",
-        ),
-    ),
-    *faults_in(
-        "shmring/integrations/reaching.py",
-        (
-            "each request begins another attempt to connect",
-            "(self._trying is not None and not self._trying.done())",
-            "False",
-            "tests/vllm/test_reaching.py::test_requests_begin_one_attempt_together",
-        ),
-        (
-            "a ring whose epoch is not known is left alone",
-            "if expected not in (0, epoch):",
-            "if expected != epoch:",
-            "tests/vllm/test_reaching.py::test_a_ring_is_the_one_that_was_meant",
-        ),
-        (
-            "a connection that was lost is not closed",
-            "            await lost.close()\n",
-            "",
-            "tests/vllm/test_reaching.py::test_a_connection_that_is_lost_is_made_again",
         ),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faulty import faults_in
+from tests.mutants.fault import faults_in, guard
 
 FAULTS = (
     *faults_in(
@@ -85,6 +85,12 @@ FAULTS = (
             "            except ZeroDivisionError as error:  # noqa: BLE001 - it does not concern",
             "tests/threads/test_loop_calls.py::test_what_one_thread_posts_fails_in_no_other",
         ),
+        guard(
+            "no thread waits for a thread that never runs again",
+            "if self._is_closed or sys.is_finalizing():",
+            "if self._is_closed:",
+            "tests/threads/test_threads.py::test_a_program_that_ends_without_closing_ends_quietly",
+        ),
     ),
     *faults_in(
         "shmring/threads/loop_thread.py",
@@ -118,22 +124,10 @@ FAULTS = (
     *faults_in(
         "shmring/threads/callers_loop.py",
         (
-            "an interruption in the middle of the work breaks nothing",
-            "            self._is_broken = self._is_closed = True",
-            "            pass",
-            "tests/threads/test_served_by.py::test_a_ring_that_was_interrupted_in_the_middle_of_its_work_says_so_and_can_be_closed",
-        ),
-        (
             "a ring that is closed in the middle of a call stays open",
             "                self._closes_later = False\n                self._do(self._end)",
             "                self._closes_later = False",
             "tests/threads/test_served_by.py::test_a_signal_handler_may_close_the_ring_that_its_thread_waits_for",
-        ),
-        (
-            "the thread that stands by leads though there was a call just now",
-            "        if idle_s > 0:\n            return idle_s\n",
-            "",
-            "tests/threads/test_served_by.py::test_a_thread_that_stands_by_does_nothing_as_long_as_there_are_calls",
         ),
         (
             "a thread that has the answer to another's call wakes nobody",
@@ -141,12 +135,6 @@ FAULTS = (
             "        self._loop.stop()",
             "tests/threads/test_served_by.py::test_who_waits_is_told_by_the_thread_that_answers_it",
             "Equivalent but for a thread switch: the leader is stopped by the same answer, and tells all as it leaves.",
-        ),
-        (
-            "a leader that leaves tells nobody",
-            "            self._turned_s = self._called_s = time.monotonic()\n            self._changed.notify_all()",
-            "            self._turned_s = self._called_s = time.monotonic()",
-            "tests/threads/test_served_by.py::test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits",
         ),
         (
             "a call that comes while the leader sleeps does not wake it",
@@ -165,6 +153,79 @@ FAULTS = (
             "            for task in others:\n                task.cancel()\n",
             "            others = set()\n",
             "tests/threads/test_loop_calls.py::test_tasks_that_nobody_waits_for_end_with_the_loop",
+        ),
+        guard(
+            "a thread that waits in a ring's call lets other threads in while it sleeps",
+            "        self._is_asleep, self._insider = True, _NOBODY\n        self._lock.release()\n",
+            "        self._is_asleep, self._insider = True, _NOBODY\n        self._lock.release()\n"
+            "        self._lock.acquire()\n",
+            "tests/threads/test_served_by.py::test_what_is_posted_is_carried_out_while_another_thread_waits",
+        ),
+        guard(
+            "a thread that has answered another thread's call wakes that thread",
+            "            self._loop.call_soon_threadsafe(keep, None)\n",
+            "            pass\n",
+            "tests/threads/test_served_by.py::test_who_waits_is_told_by_the_thread_that_answers_it",
+        ),
+        guard(
+            "a thread that stops running the loop hands it on",
+            "            self._turned_s = self._called_s = time.monotonic()\n            self._changed.notify_all()\n",
+            "            self._turned_s = self._called_s = time.monotonic()\n",
+            "tests/threads/test_served_by.py::test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits",
+        ),
+        guard(
+            "a call that is posted while another thread is inside is carried out afterwards",
+            "        finally:\n            if self._queue:\n                self._wake()\n",
+            "        finally:\n            pass\n",
+            "tests/threads/test_served_by.py::test_what_is_posted_while_another_thread_is_inside_is_carried_out_by_it",
+        ),
+        guard(
+            "an interruption while a thread sleeps breaks nothing",
+            "            if not self._is_asleep:\n",
+            "            if True:\n",
+            "tests/threads/test_served_by.py::test_who_is_interrupted_asleep_gives_up_its_call_and_the_ring_goes_on",
+        ),
+        guard(
+            "a ring that was interrupted in the middle of its work is not used further",
+            "            self._is_broken = self._is_closed = True\n",
+            "            pass\n",
+            "tests/threads/test_served_by.py::test_a_ring_that_was_interrupted_in_the_middle_of_its_work_says_so_and_can_be_closed",
+        ),
+        guard(
+            "a thread that waits in a ring does not wait there a second time",
+            "            if self._leader == me:\n",
+            "            if False:\n",
+            "tests/threads/test_served_by.py::test_a_signal_handler_may_not_wait_where_its_thread_waits",
+        ),
+        guard(
+            "a ring that its own caller closes meanwhile is closed by that call",
+            "            if self._closes_later and self._leader != get_ident():\n",
+            "            if False:\n",
+            "tests/threads/test_served_by.py::test_a_signal_handler_may_close_the_ring_that_its_thread_waits_for",
+        ),
+        guard(
+            "a thread that stands by lets go when somebody has to wait",
+            "        if self._leader == _STANDING:\n            self._loop.stop()\n        self._insider = _NOBODY\n",
+            "        self._insider = _NOBODY\n",
+            "tests/threads/test_served_by.py::test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits",
+        ),
+        guard(
+            "a thread that stands by leaves a ring alone that is called",
+            "        if idle_s > 0:\n            return idle_s\n",
+            "",
+            "tests/threads/test_served_by.py::test_a_thread_that_stands_by_does_nothing_as_long_as_there_are_calls",
+        ),
+        guard(
+            "a forked child takes nothing out of its parent's epoll",
+            "    def __del__(self) -> None:\n",
+            "    def never(self) -> None:\n",
+            "tests/threads/test_served_by.py::test_a_forked_child_can_not_use_it_and_does_its_parent_no_harm",
+        ),
+        guard(
+            "a call has the loop do what is due",
+            "        if now_s - self._turned_s > _TURN_S:\n",
+            "        if False:\n",
+            "tests/threads/test_served_by.py::test_slots_of_shared_claims_go_back_while_others_are_called",
         ),
     ),
     *faults_in(
@@ -219,6 +280,84 @@ FAULTS = (
             "            loop.remove_reader(self._word_fd)\n        return self._read_word(kind)",
             "            pass\n        return self._read_word(kind)",
             "tests/processes/test_process.py::test_a_loop_goes_on_until_a_child_is_ready",
+        ),
+    ),
+    *faults_in(
+        "shmring/threads/worker.py",
+        guard(
+            "a thread that closes a worker in the middle of its own call leaves the cleaning up to that call",
+            "while self._pidfd >= 0 and not (self.receiving.is_taken or self._sending.is_taken):",
+            "while self._pidfd >= 0:",
+            "tests/ends/test_ends_inside_calls.py::test_a_signal_handler_may_close_a_worker_whose_thread_waits",
+        ),
+        guard(
+            "the last thread in a closed worker cleans up",
+            "        if self._is_closing:\n",
+            "        if False:\n",
+            "tests/ends/test_ends_inside_calls.py::test_a_signal_handler_may_close_a_worker_whose_thread_waits",
+        ),
+        guard(
+            "a call that would wait for itself raises an error",
+            "if self._owner == threading.get_ident():",
+            "if False:",
+            "tests/ends/test_ends_inside_calls.py::test_whoever_would_wait_for_itself_is_told_so",
+        ),
+        guard(
+            "a reply that was not sent in time may be sent again",
+            "                self._end.unmark_answered(message)\n",
+            "                pass\n",
+            "tests/ends/test_ends_inside_calls.py::test_a_reply_that_found_no_room_in_time_may_be_tried_again",
+        ),
+        guard(
+            "half of a reply ends a blocking worker",
+            "elif parts:  # nothing else can follow half of a reply",
+            "elif False:",
+            "tests/ends/test_ends_inside_calls.py::test_an_interruption_in_the_middle_of_a_reply_ends_the_worker_and_convicts_nobody",
+        ),
+        guard(
+            "a failure that could not be sent is sent with the next call",
+            "                    self._wait_and_write(records[0], deadline, timeout)\n                    records.popleft()\n",
+            "                    self._wait_and_write(records.popleft(), deadline, timeout)\n",
+            "tests/ends/test_ends_inside_calls.py::test_a_failure_that_an_interruption_cut_off_is_said_with_the_next_call",
+        ),
+    ),
+    *faults_in(
+        "shmring/threads/client.py",
+        guard(
+            "a blocking client keeps no slot that was left",
+            "        held, self._in_loop = self._in_loop, None",
+            "        held = self._in_loop",
+            "tests/ends/test_held_at_close.py::test_a_slot_of_a_blocking_client_comes_back_when_it_is_left",
+        ),
+        guard(
+            "a thread's request comes after the work that it has queued on its GPU",
+            "        slots.follow(mark)\n",
+            "        pass\n",
+            "tests/memory/test_device_slots.py::test_what_a_thread_sends_comes_behind_what_it_has_queued",
+        ),
+        guard(
+            "a slot on a GPU that a thread leaves waits for the work that the thread has queued",
+            "        slot._end.device_slots.use(slot._record, stream)\n",
+            "        pass\n",
+            "tests/memory/test_device_slots.py::test_a_slot_that_a_thread_leaves_waits_for_what_it_has_queued",
+        ),
+    ),
+    *faults_in(
+        "shmring/threads/greenlets.py",
+        guard(
+            "a blocking ring or client is not opened where threads are greenlets",
+            "if kind.__module__ not in _STANDARD:",
+            "if False:",
+            "tests/threads/test_greenlets.py::test_an_end_that_blocks_is_refused_where_threads_are_greenlets",
+        ),
+    ),
+    *faults_in(
+        "shmring/threads/ring.py",
+        guard(
+            "looking for the next request has the loop deliver it",
+            "            self._thread.turn()\n",
+            "            pass\n",
+            "tests/threads/test_served_by.py::test_a_loop_of_its_users_serves_clients_and_shares_their_claims",
         ),
     ),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.faulty import faults_in
+from tests.mutants.fault import faults_in, guard
+
+#: Where the record lies that was taken last.
+_IN_THE_RING = "self._at + AT_RECORDS + ((self._head - _up(LENGTH_NBYTES + nbytes)) & (self._capacity - 1)) + LENGTH_NBYTES"
 
 FAULTS = (
     *faults_in(
@@ -42,12 +45,6 @@ FAULTS = (
             "if load_acquire_u64(self._at + AT_TAIL) != self._head",
             "if False",
             "tests/core/test_message_ring.py::TestRingMachine",
-        ),
-        (
-            "a writer waits for room without a second look",
-            "if self._tail + self._needed(<uint32_t>nbytes) - self._head <= self._capacity",
-            "if False",
-            "tests/core/test_message_ring.py::test_a_writer_that_is_about_to_wait_looks_again",
         ),
         (
             "a record that ends where the ring does begins at the start instead",
@@ -115,6 +112,55 @@ FAULTS = (
             "4",
             "tests/transport/test_link.py::test_a_peer_that_gives_up_while_it_attaches_says_so",
         ),
+        guard(
+            "the reader of a message ring looks again before it sleeps",
+            "        if load_acquire_u64(self._at + AT_TAIL) != self._head:\n            store",
+            "        if False:\n            store",
+            "tests/core/test_message_ring.py::test_a_reader_that_is_about_to_sleep_looks_again",
+        ),
+        guard(
+            "the writer of a message ring looks again before it waits for room",
+            "        if self._tail + self._needed(<uint32_t>nbytes) - self._head <= self._capacity:",
+            "        if False:",
+            "tests/core/test_message_ring.py::test_a_writer_that_is_about_to_wait_looks_again",
+        ),
+        guard(
+            "a place in a message ring is given back after its record was copied",
+            "        memcpy(to, self._at + AT_RECORDS",
+            "        store_release_u64(self._at + AT_HEAD, self._head + _up(LENGTH_NBYTES + nbytes))\n"
+            "        memcpy(to, self._at + AT_RECORDS",
+            "tests/core/test_message_ring.py::test_a_place_is_given_back_after_its_record_was_copied",
+        ),
+        guard(
+            "a record is published after all of it was written",
+            "            memcpy(to, source.buf, source.len)\n            self.commit(to + source.len)\n",
+            "            self.commit(to + source.len)\n            memcpy(to, source.buf, source.len)\n",
+            "tests/core/test_message_ring.py::test_a_record_is_published_after_all_of_it_was_written",
+        ),
+        guard(
+            "a writer fences before it looks whether the reader sleeps",
+            "        fence_full()  # after the tail, before the look:",
+            "        # after the tail, before the look:",
+            "tests/core/test_protocols.py::test_a_function_takes_the_steps_of_its_model",
+        ),
+        guard(
+            "a reader fences before it looks whether the writer waits",
+            "        fence_full()  # after the head, before the look:",
+            "        # after the head, before the look:",
+            "tests/core/test_protocols.py::test_a_function_takes_the_steps_of_its_model",
+        ),
+        guard(
+            "a reader fences between saying that it sleeps and looking again",
+            "        fence_full()  # before the second look: the writer publishes its tail",
+            "        # before the second look: the writer publishes its tail",
+            "tests/core/test_protocols.py::test_a_function_takes_the_steps_of_its_model",
+        ),
+        guard(
+            "a writer fences between saying that it waits and looking again",
+            "        fence_full()  # before the second look: the reader publishes its head",
+            "        # before the second look: the reader publishes its head",
+            "tests/core/test_protocols.py::test_a_function_takes_the_steps_of_its_model",
+        ),
     ),
     *faults_in(
         "shmring/core/atomics.h",
@@ -131,12 +177,6 @@ FAULTS = (
             "return __atomic_load_n((const uint64_t *)at, __ATOMIC_RELAXED);",
             "tests/core/test_message_ring.py",
             "Matters on ARM only, where test_protocols.py asks the compiler: a load of x86 is an acquire.",
-        ),
-        (
-            "the full fence lets loads pass stores",
-            "__atomic_thread_fence(__ATOMIC_SEQ_CST);",
-            "__atomic_thread_fence(__ATOMIC_ACQ_REL);",
-            "tests/core/test_protocols.py::test_an_operation_is_the_instruction_that_orders_what_it_says",
         ),
         (
             "two threads that take a reference take one",
@@ -172,6 +212,12 @@ FAULTS = (
             "a flag is exchanged in two steps",
             "return __atomic_exchange_n((uint32_t *)at, value, __ATOMIC_ACQ_REL);",
             "uint32_t former = *(volatile uint32_t *)at; *(volatile uint32_t *)at = value; return former;",
+            "tests/core/test_protocols.py::test_an_operation_is_the_instruction_that_orders_what_it_says",
+        ),
+        guard(
+            "a fence orders stores before loads",
+            "__atomic_thread_fence(__ATOMIC_SEQ_CST)",
+            "__atomic_thread_fence(__ATOMIC_ACQ_REL)",
             "tests/core/test_protocols.py::test_an_operation_is_the_instruction_that_orders_what_it_says",
         ),
     ),
@@ -320,6 +366,54 @@ FAULTS = (
             "if True:",
             "tests/core/test_message_ring.py::test_after_its_writers_end_a_ring_is_read_once_and_no_further",
         ),
+        guard(
+            "links sleep where others want the core",
+            "self._crowded_until = now + _CROWDED_S",
+            "pass",
+            "tests/transport/test_polling.py::test_links_sleep_at_once_where_a_yield_costs_more_than_being_woken",
+        ),
+        guard(
+            "looking for more records delivers no more than a turn does",
+            "while is_hot and self.records_left and not self.stopped",
+            "while is_hot and not self.stopped",
+            "tests/ring/test_claim.py::test_looking_for_requests_takes_in_no_more_than_a_turn_does",
+        ),
+        guard(
+            "a turn of the loop has a budget",
+            "            if self._poller.now() > deadline:",
+            "            if False:",
+            "tests/transport/test_link.py::test_messages_that_take_long_do_not_hold_up_another_link",
+        ),
+        guard(
+            "looking for more records delivers fewer if they are long",
+            "1 if nbytes < _LONG_NBYTES else nbytes >> _SHARE_SHIFT",
+            "1",
+            "tests/ring/test_costly_payloads.py::test_looking_for_requests_takes_in_fewer_that_are_long",
+        ),
+        guard(
+            "a link looks again before it sleeps",
+            "not (at_once or self._vigil.is_over(now)) or not self.fall_asleep():",
+            "not (at_once or self._vigil.is_over(now)) or (not self.fall_asleep() and False):",
+            "tests/transport/test_link.py::test_a_link_that_falls_asleep_has_looked_again",
+        ),
+        guard(
+            "a record is copied out of its ring before it is parsed",
+            "                if taker.handle_hot(self._copy, nbytes):",
+            f"                if taker.handle_hot({_IN_THE_RING}, nbytes):",
+            "tests/core/test_overwritten.py::test_a_submission_that_is_overwritten_while_it_is_checked_is_what_it_was",
+        ),
+        guard(
+            "a record that is delivered between two turns is copied as well",
+            "                is_hot = taker.handle_hot(self._copy, nbytes)",
+            f"                is_hot = taker.handle_hot({_IN_THE_RING}, nbytes)",
+            "tests/core/test_overwritten.py::test_a_submission_that_is_overwritten_while_it_is_checked_is_what_it_was",
+        ),
+        guard(
+            "a record that is not read in C is handed on as it is",
+            "                else:\n                    taker.handle_message(",
+            "                else:\n                    taker.handle_record(",
+            "tests/core/test_message_ring.py::test_a_record_that_is_not_taken_in_c_is_not_read_there_again",
+        ),
     ),
     *faults_in(
         "shmring/core/looking.pyx",
@@ -343,6 +437,12 @@ FAULTS = (
             "pass",
             "tests/transport/test_polling.py",
             "Only how long is looked before somebody sleeps, so it is slower and never wrong.",
+        ),
+        guard(
+            "a worker looks for a moment before it sleeps",
+            "return _MOMENT_S if self._vain < _VAIN",
+            "return 0 if self._vain < _VAIN",
+            "tests/worker/test_workers.py::test_a_blocking_worker_looks_for_a_moment_before_it_sleeps",
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""All faults, in the order of their numbers."""
+"""All faults, by subject and file."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""The faults of ``make mutants`` fit the sources, so that it can put each of them there."""
+"""The faults of the table fit the sources, so that each of them can be put there."""
 
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 from pathlib import Path
 
-from tests.faulty import ROOT, Fault, check_place
+from tests.mutants.fault import ROOT, Fault, check_place
+from tests.mutants.switches import Change, with_switches
 from tests.mutants.table import FAULTS
-from tests.switches import Change, with_switches
 from tests.tables import for_each
 
 #: What of the product is compiled and has code in it: not only declarations.
@@ -35,6 +36,16 @@ def test_every_compiled_file_has_a_fault() -> None:
 
 def test_no_two_faults_have_one_name() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+def test_no_fault_is_there_twice() -> None:
+    tried = {(fault.file, check_place(fault).replace(fault.old, fault.new), fault.test) for fault in FAULTS}
+    assert len(tried) == len(FAULTS)
+
+
+def test_each_file_has_one_place() -> None:
+    places = [file for file, _ in itertools.groupby(fault.file for fault in FAULTS)]
+    assert len({(ROOT / file).resolve() for file in places}) == len(places)
 
 
 def test_all_faults_of_a_file_are_behind_switches() -> None:

@@ -36,7 +36,7 @@ def require_sound(name: str) -> None:
     assert found.settled > 5
 
 
-# Each is named in ``tests/guards.py`` for the looks that it can't do without.
+# Each is named in ``tests/mutants/`` for the looks that it can't do without.
 
 
 def test_what_a_call_hears_may_end_its_session() -> None:

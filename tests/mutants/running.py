@@ -1,9 +1,9 @@
-"""Puts faults into copies of the sources, and looks whether checks notice: what ``make guards`` and ``make mutants`` share.
+"""Puts faults into copies of the sources, and looks whether checks notice.
 
-What is compiled is built once, with all faults in it, each behind a switch (:mod:`tests.switches`). The sources beside it have
-the fault as well, for checks that read them, and because it is all that Python needs: if only faults in Python are tried,
-nothing is built, and the copies have what was compiled here. As many checks run at a time as there are cores, each in a copy of
-its own: in a process that is forked from this one, which has imported what takes longest.
+What is compiled is built once, with all faults that are tried in it, each behind a switch (:mod:`tests.mutants.switches`). The
+sources beside it have the fault as well, for checks that read them, and because it is all that Python needs: if only faults in
+Python are tried, nothing is built, and the copies have what was compiled here. As many checks run at a time as there are cores,
+each in a copy of its own: in a process that is forked from this one, which has imported what takes longest.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from pathlib import Path
 import pytest
 
 from shmring.memory.slab import sweep
-from tests.switches import DECLARATION, HEADER, VARIABLE, Change, with_switches
+from tests.mutants.fault import CYTHON, ROOT, Fault, check_place
+from tests.mutants.switches import DECLARATION, HEADER, VARIABLE, Change, with_switches
 
-ROOT = Path(__file__).resolve().parents[1]
 _COPIED = (
     "shmring",
     "engine",
@@ -49,43 +49,10 @@ _COPIED = (
 )
 _PACKAGES = ("shmring", "engine", "frontend", "bench", "tests")
 _IMPORTED = ("torch", "numpy", "hypothesis", "msgspec", "uvloop")
-_CYTHON = ".pyx"
-_C = (".c", ".h")
 _TIMEOUT_S = 15  # of a check, or so many times as long as it takes without a fault
 _TIMES = 10
 _IN_C_S = 15  # later a check is killed that no signal of pytest's reaches
 _ALL_TIMEOUT_S = 900  # of all without a fault
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """Something that can be wrong, and who must notice.
-
-    Attributes:
-        name: what is wrong then; of a guard, what holds as long as it is there.
-        file: where.
-        old: what stands there, exactly once.
-        new: what stands there with the fault.
-        test: arguments of pytest.
-        reason: why nobody need notice; empty if somebody must.
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    test: str
-    reason: str = ""
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether it is there only after a build."""
-        return self.file.endswith((_CYTHON, *_C))
-
-
-def faults_in(file: str, *faults: tuple[str, ...]) -> tuple[Fault, ...]:
-    """Returns the faults of one file; each without that file's name."""
-    return tuple(Fault(name, file, *rest) for name, *rest in faults)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,39 +77,22 @@ class Outcome:
         return self.how != "passed"
 
 
-def check_place(fault: Fault, root: Path = ROOT) -> str:
-    """Returns the source in which a fault is to be; ends the program where it does not fit, before much time is spent."""
-    source = (root / fault.file).read_text()
-    if source.count(fault.old) != 1:
-        sys.exit(f"{fault.name}: its code stands {source.count(fault.old)} times in {fault.file}; the table is out of date")
-    for test in shlex.split(fault.test):
-        file, _, name = test.partition("::")
-        defined = rf"^(async )?def {name}\(|^{name} = " if name else ""
-        if file.startswith("tests/") and not re.search(defined, (root / file).read_text(), re.MULTILINE):
-            sys.exit(f"{fault.name}: there is no {test}; the table is out of date")
-    return source
-
-
-def try_all(faults: Sequence[Fault], chosen: Sequence[Fault]) -> Iterator[tuple[Fault, Outcome]]:
+def try_all(faults: Sequence[Fault]) -> Iterator[tuple[Fault, Outcome]]:
     """Tries faults, and yields how the check of each ended, as soon as it has.
 
     Ends the program if a check fails without any fault. Where it is skipped, on a machine with one core say, nothing is tried.
-
-    Args:
-        faults: that are built, if one of those that are tried has to be.
-        chosen: those of them that are tried.
     """
     for fault in faults:
         check_place(fault)
     with tempfile.TemporaryDirectory() as directory:
-        copies = _make_copies(faults if any(fault.is_compiled for fault in chosen) else (), Path(directory))
-        took_s, skipped = _passes_without(chosen, copies)
-        for fault in chosen:
+        copies = _make_copies(faults, Path(directory))
+        took_s, skipped = _passes_without(faults, copies)
+        jobs = []
+        for number, fault in enumerate(faults, 1):
             if fault.test in skipped:
                 print(f"not tried  {fault.name}: {fault.test} is skipped here: {skipped[fault.test]}", flush=True)
-        numbers = {fault: number for number, fault in enumerate(faults, 1)}
-        tried = [fault for fault in chosen if fault.test not in skipped]
-        jobs = [_Job(fault.test, _timeout_s(fault.test, took_s), fault, numbers[fault]) for fault in tried]
+            else:
+                jobs.append(_Job(fault.test, _timeout_s(fault.test, took_s), fault, number))
         for job, outcome in _run(jobs, copies):
             sweep()  # a test that has failed may leave a segment, which others would take for their own
             if job.fault is not None:
@@ -150,11 +100,12 @@ def try_all(faults: Sequence[Fault], chosen: Sequence[Fault]) -> Iterator[tuple[
 
 
 def _make_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
-    """Returns a copy for each core, in which all faults are built; without faults, nothing is."""
+    """Returns a copy for each core; if one of the faults is in what is compiled, all are built there."""
     begun_s = time.monotonic()
     first = directory / "0"
     first.mkdir()
-    if faults:
+    is_built = any(fault.is_compiled for fault in faults)
+    if is_built:
         copy_sources(first)
         _build_faults(faults, first)
     else:
@@ -166,7 +117,7 @@ def _make_copies(faults: Sequence[Fault], directory: Path) -> list[Path]:
     copies = [first, *(directory / str(number) for number in range(1, len(os.sched_getaffinity(0))))]
     for copy in copies[1:]:
         shutil.copytree(first, copy, symlinks=True, ignore=shutil.ignore_patterns("build"))
-    print(f"{'built' if faults else 'copied'} in {time.monotonic() - begun_s:.0f} s", flush=True)
+    print(f"{'built' if is_built else 'copied'} in {time.monotonic() - begun_s:.0f} s", flush=True)
     return copies
 
 
@@ -176,7 +127,7 @@ def _build_faults(faults: Sequence[Fault], copy: Path) -> None:
         if fault.is_compiled:
             changes[fault.file].append(Change(number, fault.old, fault.new))
     for file, of_file in changes.items():
-        (copy / file).write_text(with_switches((ROOT / file).read_text(), file.endswith(_CYTHON), of_file))
+        (copy / file).write_text(with_switches((ROOT / file).read_text(), file.endswith(CYTHON), of_file))
     (copy / "shmring/core/fault.h").write_text(HEADER)
     (copy / "shmring/core/fault.pxd").write_text(DECLARATION)
     _build(copy, ["-include", str(copy / "shmring/core/fault.h")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.switches import Change, with_switches
+from tests.mutants.switches import Change, with_switches
 
 _CYTHON = '''"""A file."""
 
