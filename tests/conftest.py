@@ -523,8 +523,8 @@ def refuses_everything() -> Callable[[shmring.Client, type[Exception]], Awaitabl
 
 @pytest.fixture
 def socket_dir() -> Iterator[Path]:
-    """A private directory whose path is short enough for a socket's address."""
-    path = Path(tempfile.mkdtemp(prefix="shmr-", dir="/tmp"))
+    """A private directory whose path is short enough for a socket's address; its name says of which process it is."""
+    path = Path(tempfile.mkdtemp(prefix=f"shmr-{os.getpid()}-", dir="/tmp"))
     yield path
     shutil.rmtree(path)
 
@@ -532,7 +532,7 @@ def socket_dir() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def runtime_directory() -> Iterator[Path]:
     """The same for all tests of a file: for the sockets of a server, and its log."""
-    path = Path(tempfile.mkdtemp(prefix="shmr-", dir="/tmp"))
+    path = Path(tempfile.mkdtemp(prefix=f"shmr-{os.getpid()}-", dir="/tmp"))
     yield path
     shutil.rmtree(path)
 

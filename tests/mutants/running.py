@@ -291,6 +291,8 @@ def _next_to_end(running: Mapping[_Job, _Check]) -> tuple[_Job, Outcome]:
 
 def _ended(test: str, check: _Check, *, is_late: bool) -> Outcome:
     _kill(check.pid)  # and whatever its tests have left
+    for left in Path("/tmp").glob(f"shmr-{check.pid}-*"):  # by fixtures whose end it did not reach
+        shutil.rmtree(left, ignore_errors=True)
     os.close(check.pidfd)
     code = os.waitstatus_to_exitcode(os.waitpid(check.pid, 0)[1])
     output = check.printed.read_text(errors="replace")
