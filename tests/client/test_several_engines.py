@@ -15,6 +15,7 @@ import torch
 
 import shmring
 from shmring.core.compiled import LOAD_PAGE_NBYTES, LoadPage
+from tests.forked import in_child
 from tests.sessions import attachment_of, session_of
 from tests.tables import for_each
 
@@ -762,17 +763,11 @@ async def test_a_client_that_is_closed_does_nothing_more(engines: Engines, conne
 
 
 async def test_a_forked_child_can_not_use_it(client: shmring.Client) -> None:
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
+    def as_child() -> None:
+        with pytest.raises(shmring.ClosedError):
             client.submit_nowait({})
-        except shmring.ClosedError:
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = await asyncio.to_thread(os.waitpid, child, 0)
-    assert status == 0
+
+    in_child(as_child)
     assert (await client.request({}))[0] in NAMES
 
 

@@ -22,6 +22,7 @@ import torch
 
 from shmring.core import compiled
 from shmring.core.compiled import Mapping, Region, RegionBytes, Regions, TensorMaker, borrowed, copied
+from tests.forked import in_child
 from tests.model.inside import uses_table
 from tests.model.stepped import IS_STEPPED, LastView, at_each_step
 from tests.nursery import Nursery
@@ -614,17 +615,13 @@ def test_a_death_in_a_forked_child_is_none_in_its_parent(
     view = make(region)
     region.leave()
 
-    def dies_in_child() -> None:
+    def dies() -> None:
         nonlocal view
-        pid = os.fork()
-        if not pid:
-            view = None
-            seen = regions.collect()
-            regions.close()
-            os._exit(10 if (1, 1) in seen else 20)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 10
+        view = None
+        assert (1, 1) in regions.collect()
+        regions.close()
 
-    dies_in_child()
+    in_child(dies)
     assert not rings(regions)
     assert regions.collect() == []
     other = regions.open(mapping, 64, 64, (1, 2))
@@ -632,7 +629,7 @@ def test_a_death_in_a_forked_child_is_none_in_its_parent(
     other.leave()
     del view_of_other
     assert rings(regions)
-    dies_in_child()
+    in_child(dies)
     assert rings(regions), "a child that collects does not take the parent's ring"
     view = None
     assert regions.collect() == [(1, 2), (1, 1)]

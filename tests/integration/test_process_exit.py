@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import shmring
+from tests.forked import in_child
 from tests.nursery import Nursery
 
 PROGRAM = Path(__file__).parent / "programs" / "leave.py"
@@ -67,7 +67,7 @@ async def test_a_forked_child_can_use_neither_end(serve: Any, connect: Any, even
         submission._end.shell.sending.submit_in_turn(1, ""),
     ]
 
-    def in_child() -> None:
+    def as_child() -> None:
         for attempt in attempts:
             with pytest.raises(shmring.ClosedError, match="forked"):
                 attempt()
@@ -82,15 +82,7 @@ async def test_a_forked_child_can_use_neither_end(serve: Any, connect: Any, even
         for scheduled in list(asyncio.get_event_loop_policy().get_event_loop()._ready):  # type: ignore[attr-defined]
             scheduled._run()
 
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            in_child()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+    in_child(as_child)
     for coroutine in coroutines:
         coroutine.close()
     assert not claim.aborted

@@ -26,6 +26,7 @@ from shmring.core.compiled import GIVING_UP
 from shmring.core.messages import PROTOCOL_VERSION, Call, Hello, encode_message
 from shmring.ring import handshakes, limits
 from shmring.transport.endpoint import handshake_frame
+from tests.forked import in_child
 from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -1193,7 +1194,7 @@ async def test_a_forked_child_that_leaves_the_ring_does_not_harm_its_parent(serv
     ring = await serve(echo)
     client = await connect()
 
-    def in_child() -> None:
+    def as_child() -> None:
         with pytest.raises(shmring.ClosedError, match="forked"):
             ring.claim_nowait()
         for end in (ring, client):
@@ -1202,15 +1203,7 @@ async def test_a_forked_child_that_leaves_the_ring_does_not_harm_its_parent(serv
                 while True:
                     closing.send(None)
 
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            in_child()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+    in_child(as_child)
     assert await client.request("still there", timeout=5) == "still there"
     assert ring.statistics().clients == 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import signal
 import threading
 import time
@@ -18,6 +17,7 @@ import torch
 
 import shmring
 from shmring import threads
+from tests.forked import in_child
 from tests.nursery import Nursery
 from tests.threads.test_threads import Thread, interrupted, is_whole
 from tests.waiting import until
@@ -609,22 +609,15 @@ def test_a_forked_child_can_not_use_it_and_does_its_parent_no_harm(
     ring = serve(served_by)
     answers = answering(join(ring))
     ring.gather("x", timeout=20)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            refused = 0
-            for call in (ring.claim, ring.claim_nowait, ring.statistics, lambda: ring.broadcast(1), lambda: ring.gather(1)):
-                try:
-                    call()
-                except shmring.ClosedError as error:
-                    refused += "fork" in str(error)
-            ring.close()
-            ring._thread._loop.__del__()
-            code = 0 if refused == 5 else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def as_child() -> None:
+        for call in (ring.claim, ring.claim_nowait, ring.statistics, lambda: ring.broadcast(1), lambda: ring.gather(1)):
+            with pytest.raises(shmring.ClosedError, match="fork"):
+                call()
+        ring.close()
+        ring._thread._loop.__del__()
+
+    in_child(as_child)
     assert ring.gather("y", timeout=20) == ["y"]
     waiting = Thread(ring.claim)  # a thread that sleeps is still woken
     until(lambda: ring._thread._is_asleep)

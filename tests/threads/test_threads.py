@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import os
 import select
 import signal
 import socket
@@ -25,6 +24,7 @@ from shmring import threads
 from shmring.memory import copier
 from shmring.threads.loop_calls import LoopCall
 from shmring.threads.loop_thread import LoopThread
+from tests.forked import in_child
 from tests.integration.test_forged import Forger
 from tests.nursery import Forked, Nursery
 from tests.waiting import until
@@ -1003,7 +1003,7 @@ def test_a_forked_child_can_use_neither_end(ring: threads.Ring, client: threads.
     client.submit("untaken")
     until(lambda: ring.untaken == 1)
 
-    def in_child() -> None:
+    def as_child() -> None:
         attempts: list[Callable[[], Any]] = [
             ring.claim,
             ring.claim_nowait,
@@ -1028,15 +1028,7 @@ def test_a_forked_child_can_use_neither_end(ring: threads.Ring, client: threads.
         client.close()
         ring.close()
 
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            in_child()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+    in_child(as_child)
     assert not claim.released
     claim.done(7)
     assert submission.result(timeout=5) == 7

@@ -27,6 +27,7 @@ from shmring.transport import link as link_module
 from shmring.transport.link import Link
 from shmring.transport.loops import poller_of
 from shmring.transport.rings import map_rings, sealed_rings
+from tests.forked import in_child
 from tests.model.inside import ToldAfterTurns
 from tests.tables import for_each
 
@@ -866,18 +867,16 @@ async def test_a_forked_child_touches_neither_the_socket_nor_the_rings(open_end:
     end = open_end()
     end.link.send(Abort(1))
     end.say(Abort(2))
-    child = os.fork()
-    if child == 0:
-        try:
-            assert not end.link.can_write
-            end.link.send(Abort(3))
-            end.link.queue(encode_message(Abort(3)))
-            end.link.poll()
-            end.link.close()
-            end.link.abort()
-        finally:
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def as_child() -> None:
+        assert not end.link.can_write
+        end.link.send(Abort(3))
+        end.link.queue(encode_message(Abort(3)))
+        end.link.poll()
+        end.link.close()
+        end.link.abort()
+
+    in_child(as_child)
     end.link.send(Abort(4))
     assert end.heard() == [Abort(1), Abort(4)]
     await eventually(lambda: end.owner.messages == [Abort(2)])

@@ -23,6 +23,7 @@ from shmring.errors import EngineDeadError, LocalProtocolError
 from shmring.processes.process import Process
 from shmring.transport.endpoint import attach_engine
 from shmring.transport.listener import Listener, make_directory, socket_path, sweep_names
+from tests.forked import in_child
 from tests.tables import for_each
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -272,11 +273,12 @@ def test_what_a_forked_child_closes_stays_open_here(socket_dir: Path, listener: 
     closed = [Listener.create(socket_dir / f"closed{number}.sock", others_may_connect=False) for number in range(5)]
     for other in closed:  # still referenced, but closed: the child must not stumble over them
         other.close()
-    child = os.fork()
-    if child == 0:
+
+    def as_child() -> None:
         listener.close()
-        os._exit(0 if listener.socket.fileno() == -1 else 1)
-    assert os.waitpid(child, 0)[1] == 0
+        assert listener.socket.fileno() == -1
+
+    in_child(as_child)
     assert listener.path.exists()
     with pytest.raises(LocalProtocolError):
         Listener.create(listener.path, others_may_connect=False)

@@ -15,6 +15,7 @@ import pytest
 from shmring.core.compiled import LOAD_PAGE_NBYTES, LoadPage
 from shmring.errors import RemoteProtocolError
 from shmring.transport.load import create_load_page, map_load_page
+from tests.forked import in_child
 
 
 @pytest.fixture
@@ -85,12 +86,10 @@ def test_what_is_no_page_is_refused() -> None:
 
 def test_a_forked_child_has_no_page(fd: int) -> None:
     page = map_load_page(fd)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            code = 0 if (page.in_flight, page.waiting, page.received_nbytes) == (0, 0, 0) else 1
-            del page
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def as_child() -> None:
+        nonlocal page
+        assert (page.in_flight, page.waiting, page.received_nbytes) == (0, 0, 0)
+        del page
+
+    in_child(as_child)

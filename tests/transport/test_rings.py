@@ -12,6 +12,7 @@ import pytest
 from shmring.core.compiled import RingMemory, ring_nbytes
 from shmring.errors import RemoteProtocolError
 from shmring.transport.rings import map_rings, sealed_rings
+from tests.forked import in_child
 from tests.tables import for_each
 
 CAPACITY = 1 << 16
@@ -113,8 +114,9 @@ def test_a_forked_child_does_not_have_the_rings() -> None:
     memories = map_rings(fds, CAPACITY)
     for fd in fds:
         os.close(fd)
-    child = os.fork()
-    if child == 0:
-        os._exit(1 if "shmring-messages" in Path("/proc/self/maps").read_text() else 0)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def as_child() -> None:
+        assert "shmring-messages" not in Path("/proc/self/maps").read_text()
+
+    in_child(as_child)
     assert len(memories) == 2
