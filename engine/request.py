@@ -106,7 +106,7 @@ class EngineRequest:
         self.ended = False
         self.timer: asyncio.TimerHandle | None = None
         self._is_streamed = not isinstance(payload, GenerateRequest) or payload.stream
-        self._begun: set[int] = set()  # the answers whose first piece was sent, where they are not streamed
+        self._begun: set[int] = set()  # the answers whose first piece has come, where they are not streamed
         self._send_at = 0.0 if self.nbytes else self.arrived_at + _FIRST_S  # the next piece of such an answer
         self._unsent: deque[EncodeReply | GenerateReply] = deque()
         self._open: dict[int, GenerateReply] = {}  # of the unsent, the last piece of each answer, which others are joined to
@@ -192,6 +192,7 @@ class EngineRequest:
             self._unsent.append(reply)
             self._open[reply.index] = reply
             if not self._is_streamed and reply.index not in self._begun:
+                self._begun.add(reply.index)
                 reply.first_at = time.monotonic()
             return
         piece.text += reply.text
@@ -222,9 +223,8 @@ class EngineRequest:
         if not isinstance(reply, GenerateReply):
             return True
         now = time.monotonic()
-        if now < self._send_at and (reply.index in self._begun or not self.nbytes):
+        if now < self._send_at and not (reply.first_at and self.nbytes):
             return True
-        self._begun.add(reply.index)
         self._send_at = now + _INTERVAL_S
         return False
 
