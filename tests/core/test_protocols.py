@@ -4,6 +4,10 @@ What a missing fence does can't be seen where one core runs both ends, and on tw
 (``make verify``). Here each function that touches what two processes share is held against the model's function of that name:
 which place it loads, stores or exchanges, where it fences and rings, and which stores are releases. What those words mean is in
 ``atomics.h``; the compiler is asked whether they are the instructions that they must be.
+
+What is compared is the text of sources and not what they do, since a missing fence does nothing that a test could see. So who
+renames a function, a helper or a place, or moves a step into another function, changes the tables below as well; the failure
+says which. A step that is added, lost or moved is no matter of tables: it belongs into the model, which spin searches again.
 """
 
 from __future__ import annotations
@@ -78,7 +82,9 @@ def _step(found: re.Match[str]) -> list[str]:
 
 def function_in(source: str, name: str) -> list[str]:
     """The lines of the only function of a name."""
-    [head] = re.findall(rf"^( *)(?:cdef|cpdef|def) [^\n]*\b{name}\([^\n]*\n", source, re.MULTILINE)
+    heads = re.findall(rf"^( *)(?:cdef|cpdef|def) [^\n]*\b{name}\([^\n]*\n", source, re.MULTILINE)
+    assert len(heads) == 1, f"{len(heads)} functions are called {name}: if it was renamed, FUNCTIONS and its model say so too"
+    head = heads[0]
     body = re.split(rf"^{head}(?:cdef|cpdef|def) [^\n]*\b{name}\([^\n]*\n", source, flags=re.MULTILINE)[1]
     end = re.search(rf"^ {{0,{len(head)}}}\S", body, re.MULTILINE)
     return body[: end.start() if end else None].splitlines()
@@ -88,7 +94,8 @@ def function_in_model(model: str, name: str) -> list[str]:
     """The lines of an inline, or between the comments "begin" and "end"; without what only mutants do."""
     marked = re.search(rf"/\* begin: {name} \*/(.*?)/\* end: {name} \*/", model, re.DOTALL)
     inlined = re.search(rf"^inline {name}\(.*?\{{(.*?)^\}}", model, re.DOTALL | re.MULTILINE)
-    [found] = [part[1] for part in (marked, inlined) if part is not None]
+    assert (marked is None) != (inlined is None), f"the model has no {name}, or two"
+    found = (marked or inlined)[1]
     lines, is_mutant = [], [False]
     for line in found.splitlines():
         word = line.split()[0] if line.strip() else ""
@@ -106,7 +113,9 @@ def function_in_model(model: str, name: str) -> list[str]:
 @for_each(("file", "name", "model"), FUNCTIONS, ids=lambda value: value)
 def test_a_function_takes_the_steps_of_its_model(file: str, name: str, model: str) -> None:
     ours = steps_in(function_in((CORE / file).read_text(), name))
-    assert ours == steps_in(function_in_model((MODELS / model).read_text(), name))
+    assert ours == steps_in(function_in_model((MODELS / model).read_text(), name)), (
+        "if a helper was renamed, CALLED and PLACES name it; if a step is another, the model has to have it, and `make verify`"
+    )
     assert ours
 
 
@@ -132,7 +141,7 @@ def test_each_use_of_what_two_processes_share_is_in_a_model_or_orders_nothing() 
             name = defined[1] if defined else name
             if re.search(r"\b(load|store|exchange)_\w+_u\d\d\(|\bexchange_u\d\d\(|\bfence_full\(", line.partition("#")[0]):
                 users.add((path.name, name))
-    assert users == apart | {(file, name) for file, name, _ in FUNCTIONS}
+    assert users == apart | {(file, name) for file, name, _ in FUNCTIONS}, "if one was renamed, the tables say so too"
 
 
 def test_what_says_that_something_is_there_is_loaded_with_acquire() -> None:
