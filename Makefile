@@ -120,15 +120,15 @@ VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 
 test-vllm: $(VLLM_INSTALLED)
-	$(VLLM)/bin/python -m pytest tests/vllm
+	$(VLLM)/bin/python -m pytest tests/vllm tests/plug_ins
 	$(VLLM)/bin/python -m tests.leftovers
 
 demo-vllm: $(VLLM_INSTALLED)
 	$(VLLM)/bin/python -m tests.vllm.demo
 
-$(VLLM_INSTALLED): pyproject.toml constraints.txt setup.py tests/installing_servers.py tests/vllm/install.py tests/vllm/tiny_model.py $(COMPILED)
+$(VLLM_INSTALLED): pyproject.toml constraints.txt setup.py tests/installing_servers.py tests/byte_tokenizer.py tests/vllm/tiny_model.py $(COMPILED)
 	@echo 'Installing into $(VLLM), once; this takes about three minutes and 3.5 GB.'
-	@$(PYTHON) -m tests.vllm.install $(VLLM)
+	@$(PYTHON) -m tests.installing_servers vllm $(VLLM)
 	@touch $@
 	@echo '  installed'
 
@@ -137,13 +137,13 @@ SGLANG := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG)/.installed
 
 test-sglang: $(SGLANG_INSTALLED)
-	$(SGLANG)/bin/python -m pytest tests/sglang
+	$(SGLANG)/bin/python -m pytest tests/sglang tests/plug_ins
 	$(SGLANG)/bin/python tests/leftovers.py
 
-$(SGLANG_INSTALLED): pyproject.toml constraints.txt setup.py tests/installing_servers.py tests/sglang/install.py \
+$(SGLANG_INSTALLED): pyproject.toml constraints.txt setup.py tests/installing_servers.py tests/byte_tokenizer.py \
 	tests/sglang/kernels_stand_in.py tests/sglang/tiny_model.py $(COMPILED)
 	@echo 'Installing into $(SGLANG), once; this takes about three minutes and 2 GB.'
-	@$(PYTHON) -m tests.sglang.install $(SGLANG)
+	@$(PYTHON) -m tests.installing_servers sglang $(SGLANG)
 	@touch $@
 	@echo '  installed'
 
@@ -155,9 +155,9 @@ test-ray: $(RAY_INSTALLED)
 	$(RAY)/bin/python -m pytest tests/ray
 	$(RAY)/bin/python tests/leftovers.py
 
-$(RAY_INSTALLED): pyproject.toml constraints.txt setup.py tests/installing_servers.py tests/ray/install.py $(COMPILED)
+$(RAY_INSTALLED): pyproject.toml constraints.txt setup.py tests/installing_servers.py $(COMPILED)
 	@echo 'Installing into $(RAY), once; this takes about two minutes and 1.5 GB.'
-	@$(PYTHON) -m tests.ray.install $(RAY)
+	@$(PYTHON) -m tests.installing_servers ray $(RAY)
 	@touch $@
 	@echo '  installed'
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import inspect
 import logging
 import os
@@ -35,6 +36,9 @@ from tests.nursery import Nursery
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
+
+# Tests with other people's servers run where these are installed: ``make test-vllm``, ``test-sglang`` and ``test-ray``.
+collect_ignore_glob = [f"{name}/test_real_*.py" for name in ("vllm", "sglang", "ray") if importlib.util.find_spec(name) is None]
 
 BOTH_LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,

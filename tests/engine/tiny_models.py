@@ -2,8 +2,8 @@
 
 They are what the hub's models are, but for their size and their wits: configuration, weights, tokenizer, image processor and
 chat template on disk, written by ``save_pretrained``. So everything that loads a model from a directory can be tried with
-them, without a network: ``python tests/engine/tiny_models.py DIRECTORY`` writes one for ``shmring serve --executor
-transformers --model DIRECTORY``.
+them, without a network: ``python -m tests.engine.tiny_models DIRECTORY`` writes one for ``shmring serve
+--executor transformers --model DIRECTORY``.
 
 The weights are drawn wider than models are initialised with, so that answers vary and depend on every token of the prompt.
 """
@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken
+
+from tests.byte_tokenizer import make_tokenizer
 
 __all__ = ["ARCHITECTURES", "CONTEXT_LENGTH", "DECODER", "TORCHVISION_ARCHITECTURES", "write_llava", "write_tiny_model"]
 
@@ -92,21 +94,8 @@ def _make_tokenizer(special_tokens: list[str], **names: str) -> transformers.Pre
         special_tokens: beside the end of a message and padding.
         **names: by which its processor asks it for some of them.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=2
-    )
-    tokenizer.train_from_iterator(_CORPUS, trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (_END, _PAD, *special_tokens)])
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=_END,
-        pad_token=_PAD,
-        extra_special_tokens=names,
-        clean_up_tokenization_spaces=False,
-    )
+    special = (_END, _PAD, *special_tokens)
+    return make_tokenizer(_CORPUS, special, end=_END, padding=_PAD, extra_special_tokens=names)
 
 
 def _text_settings(tokenizer: transformers.PreTrainedTokenizerFast) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Tests of the integration with Ray. Those with the real thing run where Ray is: ``make test-ray``.
+"""Tests of the integration with Ray.
 
 A cluster is several raylets on this machine, each with an address of its own (127.0.0.2 and on) and a small object store. One
 cluster serves all tests of a file that kill nothing of it.
@@ -21,11 +21,9 @@ import pytest
 
 from tests.waiting import until
 
-collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_real_*.py"]
-
 DIRECTORY = Path("/tmp", f"r-{os.getpid()}")  # short: sockets are made below it
 
-if not collect_ignore_glob:
+if importlib.util.find_spec("ray") is not None:
     (DIRECTORY / "ray").mkdir(parents=True, mode=0o700)
     os.environ.update(  # Ray reads them when it is imported
         RAY_TMPDIR=str(DIRECTORY),

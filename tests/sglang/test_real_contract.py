@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.plug_ins import changed_servers
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -20,11 +20,8 @@ assert SGLANG.submodule_search_locations is not None
 SOURCES = Path(SGLANG.submodule_search_locations[0]) / "srt"
 
 
-def run(program: str, words: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    settled = {name: value for name, value in os.environ.items() if "SHMRING_SGLANG" not in name}
-    settled |= {"SGLANG_USE_CPU_ENGINE": "1", **environment}
-    return subprocess.run([sys.executable, "-c", program], env=settled, input=words, capture_output=True, text=True)
-
+ON_A_CPU = {"SGLANG_USE_CPU_ENGINE": "1"}
+run = functools.partial(changed_servers.run, "SHMRING_SGLANG", **ON_A_CPU)
 
 #: What is done to SGLang, and what is then said of it.
 CHANGES = {
@@ -40,24 +37,9 @@ CHANGES = {
     "hooks.receivers.SchedulerRequestReceiver._finalize_shm_features = lambda self, reqs: None": "does not use barrier",
 }
 
-CHANGED = """
-import os, sys
-from shmring.integrations.promises import broken
-from shmring.integrations.sglang.contract import CHECKS, find_hooks
-hooks = find_hooks()
-for change in sys.stdin.read().splitlines():
-    if os.fork() == 0:
-        exec(change)
-        print(broken(lambda: hooks, CHECKS), flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
 
 def test_sglang_is_as_the_plug_in_needs_it_and_changes_are_noticed() -> None:
-    done = run(CHANGED, "\n".join(CHANGES))
-    assert done.returncode == 0, done.stderr
-    for finding, line in zip(CHANGES.values(), done.stdout.splitlines()[-len(CHANGES) :], strict=True):
+    for finding, line in zip(CHANGES.values(), changed_servers.said_of(CHANGES, "sglang.contract", **ON_A_CPU), strict=True):
         assert finding in line
 
 

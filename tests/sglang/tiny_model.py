@@ -1,6 +1,6 @@
 """Writes a Qwen2-VL with random weights that computes nearly nothing, and whose processed pictures are large.
 
-``python tests/sglang/tiny_model.py DIRECTORY``. SGLang has a class of its own for this model. A picture of 672 x 672 pixels
+``python -m tests.sglang.tiny_model DIRECTORY``. SGLang has a class of its own for this model. A picture of 672 x 672 pixels
 becomes 10.8 MB of float32, as each is there twice (for two moments of a clip).
 """
 
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+from tests.byte_tokenizer import make_tokenizer
 
 END, PADDING = "<|im_end|>", "<|endoftext|>"
 SPECIAL = [
@@ -36,7 +37,7 @@ MERGED = 2  # patches in a row that are one token
 def main(directory: Path) -> None:
     torch.manual_seed(7)
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(TEXTS, SPECIAL, end=END, padding=PADDING, least=0)
     pictures = Qwen2VLImageProcessor(
         min_pixels=56 * 56, max_pixels=4096 * 4096, patch_size=PATCH, merge_size=MERGED, temporal_patch_size=2
     )
@@ -48,20 +49,6 @@ def main(directory: Path) -> None:
     ).save_pretrained(directory)
     model = transformers.Qwen2VLForConditionalGeneration(make_config(tokenizer)).to(torch.bfloat16)
     model.save_pretrained(directory)
-
-
-def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer of all bytes and a few words."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PADDING, clean_up_tokenization_spaces=False
-    )
 
 
 def make_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.Qwen2VLConfig:

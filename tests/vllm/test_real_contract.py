@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.plug_ins import changed_servers
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path(sys.prefix) / "sources"
 VERSIONS = ["installed", *sorted(path.name for path in SOURCES.iterdir())]
+run = functools.partial(changed_servers.run, "SHMRING_VLLM")
 
 PROGRAM = """
 import vllm, vllm.version
@@ -25,11 +28,6 @@ print(broken(executor.find_engine, executor.CHECKS))
 print(broken(contract.find_hooks, contract.CHECKS), broken(queue_contract.find_executor, queue_contract.CHECKS))
 print(broken(contract.find_gpu_hooks, contract.GPU_CHECKS))
 """
-
-
-def run(program: str, words: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    settled = {name: value for name, value in os.environ.items() if not name.startswith("SHMRING_VLLM")} | environment
-    return subprocess.run([sys.executable, "-c", program], env=settled, input=words, capture_output=True, text=True)
 
 
 def test_there_is_another_version_than_the_installed_one() -> None:
@@ -67,19 +65,6 @@ QUEUE_CHANGES = {
     "AttributeError": "del hooks.MessageQueue",
 }
 
-CHANGED = """
-import os, sys
-from shmring.integrations.promises import broken
-from shmring.integrations.vllm.{contract} import CHECKS, {find} as find_hooks
-hooks = find_hooks()
-for change in sys.stdin.read().splitlines():
-    if os.fork() == 0:
-        exec(change)
-        print(broken(lambda: hooks, CHECKS), flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
 
 @pytest.mark.parametrize(
     ("contract", "find", "changes"),
@@ -87,9 +72,7 @@ for change in sys.stdin.read().splitlines():
     ids=["tensors of requests", "queues"],
 )
 def test_it_notices_what_has_changed(contract: str, find: str, changes: dict[str, str]) -> None:
-    done = run(CHANGED.format(contract=contract, find=find), "\n".join(changes.values()))
-    assert done.returncode == 0, done.stderr
-    for finding, line in zip(changes, done.stdout.splitlines()[-len(changes) :], strict=True):
+    for finding, line in zip(changes, changed_servers.said_of(changes.values(), f"vllm.{contract}", find), strict=True):
         assert finding in line
 
 
