@@ -128,7 +128,7 @@ class Sending:
         return [*self._again, *self._turns]
 
     def flight_ended(self) -> None:
-        """For the end: fewer requests are in flight, and others wait for that."""
+        """Fewer requests are in flight, and others wait for that."""
         line = self._again if self._again.is_waited_in else self._turns
         if line.give_first(None):
             self.end.pass_on()

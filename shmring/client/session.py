@@ -94,7 +94,7 @@ _OF_SLOTS, _OF_REPLIES, _OF_KEPT = 0, 1, 2  # the kind of a region
 
 
 class Session:
-    """See the head of this file. Made by :meth:`open`.
+    """See the head of this file; the :class:`~shmring.core.shells.ClientShell` of its end. Made by :meth:`open`.
 
     Attributes:
         life: of the engine.
@@ -177,7 +177,7 @@ class Session:
         )
         self.calls = CallsInFlight(life, self.link, self.sending)
         self.kept: KeptContents = KeptContents(life, self.end, self.link, self.host_slots, self.sending, slab, _OF_KEPT)
-        # For the end: it asks its shell for these.
+        # What a shell has, and other objects do.
         self.check_alive, self.check_readable, self.check_loop = life.check_alive, life.check_readable, life.check_loop
         self.carry_out, self.give_up = self.host_slots.carry_out, self.host_slots.give_up
         self.slot_is_viewed, self.flight_ended = self.host_slots.left_viewed, self.sending.flight_ended
@@ -372,12 +372,12 @@ class Session:
             await asyncio.wait([self._touching])
 
     def kept_slot_left(self, record: ClientSlotRecord) -> None:
-        """For the end: the caller has left a slot that the engine keeps."""
+        """The caller has left a slot that the engine keeps."""
         if self.life.error is None:
             self.kept.slot_left(record)
 
     def warn_of_views(self, record: ClientSlotRecord) -> None:
-        """For the end, in debug mode: a slot is left while views of it live."""
+        """In debug mode: a slot is left while views of it live."""
         lent = [Lent("slot", self.end.content_address(record), record.nbytes)]
         logger.warning("a slot of %d bytes was left with living views; it was %s", record.nbytes, report(lent))
 
@@ -450,12 +450,12 @@ class Session:
             self.link.send_listed(ReplyRelease, generations)
 
     def reply_read(self, request_id: int) -> None:
-        """For the end: a caller has read a reply that was copied out, and its request has not ended."""
+        """A caller has read a reply that was copied out, and its request has not ended."""
         if self.life.error is None:
             self.link.send(ReplyRead((request_id,)))
 
     def expect_unread(self) -> None:
-        """For the end: replies lie in slots until they are read. What was dropped before that is found a while later."""
+        """Replies lie in slots until they are read. What was dropped before that is found a while later."""
         self._unread = self.loop.call_later(_UNREAD_S, self._give_dropped_back)
 
     def _give_dropped_back(self) -> None:

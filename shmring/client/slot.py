@@ -54,7 +54,8 @@ class Slot(BaseSlot):
         """
         if self._end is None:
             raise ClosedError("this slot was left")
-        name: str = self._end.shell.engine_name
+        session: Any = self._end.shell
+        name: str = session.engine_name
         return name
 
     def _other_tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:

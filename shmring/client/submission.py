@@ -34,12 +34,14 @@ class Submission(BaseSubmission):
     @property
     def engine(self) -> str:
         """The name of the engine that has it."""
-        name: str = self._end.shell.engine_name
+        session: Any = self._end.shell
+        name: str = session.engine_name
         return name
 
     def _why_no_reply(self) -> str:
         """For the client: says for what this request is waiting."""
-        return f"at {self.engine!r}: {self._end.shell.why_no_reply()}"
+        session: Any = self._end.shell
+        return f"at {self.engine!r}: {session.why_no_reply()}"
 
     if TYPE_CHECKING:
 

@@ -518,7 +518,7 @@ cdef class ClientEnd(RecordHandler):
         pending: requests in flight, by id.
     """
 
-    cdef readonly object shell
+    cdef readonly object shell  # type: ClientShell
     cdef readonly ClientBook book
     cdef readonly HeldSlots held
     cdef readonly Regions regions
@@ -575,7 +575,7 @@ cdef class ClientEnd(RecordHandler):
 
     def __init__(
         self,
-        shell,
+        shell: ClientShell,
         ClientBook book not None,
         Regions regions not None,
         Mapping mapping not None,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # needed only by types
     from shmring.core.effects import ClientEffect, EngineEffect
     from shmring.core.geometry import ClientBookLimits, EngineBookLimits, Geometry
     from shmring.core.messages import Memory
+    from shmring.core.shells import BroadcastShell, ClientShell, EngineShell, WorkerShell
     from shmring.memory.bundles import Bundle
     from shmring.ring.claim import Claim
     from shmring.ring.frontend import Frontend

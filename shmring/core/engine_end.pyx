@@ -301,7 +301,7 @@ cdef class EngineEnd:
         submitted, finished, replies, received_nbytes: counted so far.
     """
 
-    cdef readonly object shell
+    cdef readonly object shell  # type: EngineShell
     cdef readonly EngineBook book
     cdef readonly Regions regions
     cdef readonly uint64_t waiting_count
@@ -343,7 +343,7 @@ cdef class EngineEnd:
 
     def __init__(
         self,
-        shell,
+        shell: EngineShell,
         EngineBook book not None,
         Regions regions not None,
         Mapping mapping not None,

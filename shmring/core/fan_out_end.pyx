@@ -223,7 +223,7 @@ cdef class FanOutEnd:
         broadcasts, gathered, copied_nbytes, in_place_nbytes, late_answers: counted so far.
     """
 
-    cdef readonly object shell
+    cdef readonly object shell  # type: BroadcastShell
     cdef readonly FanOutBook book
     cdef public bint is_crowded
     cdef public bint is_open
@@ -249,7 +249,7 @@ cdef class FanOutEnd:
 
     def __init__(
         self,
-        shell,
+        shell: BroadcastShell,
         EngineEnd end not None,
         FanOutBook book not None,
         Packer packer not None,

@@ -86,9 +86,6 @@ cdef void _acknowledge(Owner* owner) noexcept nogil:
 cdef class BaseMessage:
     """A message, from its receipt until it is left. The ``Message`` classes are subclasses.
 
-    A shell has ``check_process()``; ``fail_answer(sequence, error)``, which tells the engine that no reply to a message will come, in
-    the thread that left it; and ``fail_answer_later(sequence, error)``, the same from a finaliser: on any thread, at any moment.
-
     Attributes:
         sequence: its number, the same for all workers that get it.
         wants_reply: whether the engine waits for a reply of each worker.
@@ -203,13 +200,13 @@ cdef class WorkerEnd:
 
     Attributes:
         received: messages so far.
-        shell: the shell of this end, which sets it. See :class:`BaseMessage`.
+        shell: the shell of this end, which sets it.
     """
 
     cdef readonly RecordReader reader
     cdef readonly RecordWriter writer
     cdef readonly uint64_t received
-    cdef public object shell
+    cdef public object shell  # type: WorkerShell
     cdef Page* _page         # NULL when this is closed
     cdef int _forks          # of this process when it was made
     cdef Mapping _mapping

@@ -258,7 +258,7 @@ class HostSlots(Slots):
         self._owner.end.expects_expiry = is_planned
 
     def left_viewed(self, record: ClientSlotRecord) -> None:
-        """For the end: a slot was left that is kept until the last view of it has died."""
+        """A slot was left that is kept until the last view of it has died."""
         self._left[id(record)] = record
 
     def _lease_came(self, grant: LeaseGrant) -> None:

@@ -9,7 +9,7 @@ the last of them dies.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, cast
 
 import torch
 from typing_extensions import TypeVar
@@ -55,8 +55,7 @@ class Claim(ClaimCalls, Generic[_Payload]):
 
     @property
     def _shell(self) -> Shell:
-        shell: Shell = self._end.shell
-        return shell
+        return cast("Shell", self._end.shell)
 
     def __repr__(self) -> str:
         state = "aborted" if self.aborted else "ended" if self.ended else "running"
@@ -99,7 +98,7 @@ class Claim(ClaimCalls, Generic[_Payload]):
             msgspec.ValidationError: ``payload_type`` wants a numpy array where a tensor came, which a GPU can't hold.
         """
         self._check_unreleased()
-        shell: Shell = self._end.shell
+        shell = self._shell
         if self._bundle is not None:
             moved: _Payload = await shell.move_bundle(self._bundle, device)
             self._check_unreleased()
@@ -128,7 +127,7 @@ class Claim(ClaimCalls, Generic[_Payload]):
             ValueError, CapacityError, CudaError, AbortedError, LocalProtocolError, msgspec.ValidationError: as :meth:`to`.
         """
         self._check_unreleased()
-        shell: Shell = self._end.shell
+        shell = self._shell
         if self._bundle is not None:
             raise WouldBlock("the tensors of a request without slots are copied on a thread; call to(), which waits")
         given = NOTHING_GIVEN

@@ -80,7 +80,7 @@ class _Counters:
 
 
 class Shell:
-    """See the head of this file. Lives in a loop.
+    """See the head of this file; the :class:`~shmring.core.shells.EngineShell` of its end. Lives in a loop.
 
     Args:
         life: of this engine.
@@ -173,7 +173,7 @@ class Shell:
             self.workers.admit,
             lambda: msgspec.json.encode(self.inspection.inspect()),
         )
-        self.inspection = Inspection(life, self._book, end, geometry, self._frontends, self.statistics)
+        self.inspection: Inspection = Inspection(life, self._book, end, geometry, self._frontends, self.statistics)
 
     # -- claims ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Shell:
             raise ClosedError(f"ring {self.life.name!r} is draining: it claims nothing more")
 
     def let_others_run(self) -> None:
-        """For the end: the loop must have a turn before more requests are claimed."""
+        """The loop must have a turn before more requests are claimed."""
         self.loop.call_soon(self.end.begin_turn)
 
     def injector(self, name: str) -> Injector:
@@ -200,7 +200,7 @@ class Shell:
         return injector
 
     def open_bundle(self, bundle: Bundle) -> Any:
-        """For the end: decodes the payload of a request of this process's own."""
+        """Decodes the payload of a request of this process's own."""
         return bundle.open(self._payload_type)
 
     async def move_bundle(self, bundle: Bundle, device: torch.device | str | int) -> Any:
@@ -209,12 +209,12 @@ class Shell:
         return await self._copier.run(lambda: bundle.open(self._payload_type, lambda tensor: tensor.to(target)))
 
     def claim_on_device(self, client_id: int, submit: Submit) -> Placement:
-        """For the end: a request has slots in device memory. Returns where their tensors are made."""
+        """A request has slots in device memory. Returns where their tensors are made."""
         [device_claims] = self._device_claims  # a submission without a fence has no such slots, and a fence was checked
         return device_claims.claim(client_id, submit)
 
     def claim_failed(self, claim: BaseClaim, error: Exception, *, breaks_rules: bool) -> None:
-        """For the end: a request can't be claimed.
+        """A request can't be claimed.
 
         Args:
             claim: its claim.
@@ -264,14 +264,14 @@ class Shell:
         device_claims.use(client_id, submit, stream)
 
     def release_on_device(self, client_id: int, submit: Submit, copying: bool) -> list[bool]:
-        """For the end: releases slots in device memory; returns which of a claim's slots drain."""
+        """Releases slots in device memory; returns which of a claim's slots drain."""
         [device_claims] = self._device_claims
         if self.life.config.debug and not copying and device_claims.is_viewed(client_id, submit):
             self.log_drain(submit)
         return device_claims.release(client_id, submit)
 
     def log_drain(self, submit: Submit) -> None:
-        """For the end, in debug mode: a claim is released while views of it live."""
+        """In debug mode: a claim is released while views of it live."""
         lent = lent_tensors(submit.content, self._slab.address, SLOT_HEADER_NBYTES)
         why = report(lent)
         logger.warning(
@@ -282,15 +282,15 @@ class Shell:
         )
 
     def refuse(self, claim: BaseClaim) -> None:
-        """For the end: raises the error that says why a request can't be answered any more."""
+        """Raises the error that says why a request can't be answered any more."""
         raise self.life.ended_error(claim)
 
     def send_release(self, frontend: Frontend, generations: Sequence[int]) -> None:
-        """For the end: slots go back to their frontend."""
+        """Slots go back to their frontend."""
         frontend.link.send_listed(Release, generations)
 
     def call_soon(self, ours: Sequence[Callable[[], object]], callers: Sequence[tuple[Callable[[], object], Context]]) -> None:
-        """For the end: callbacks of claims run from the loop, outside of the ring's event. Those of callers have contexts."""
+        """Callbacks of claims run from the loop, outside of the ring's event. Those of callers have contexts."""
         for callback in ours:
             self.loop.call_soon(callback)
         for callback, context in callers:
@@ -418,7 +418,7 @@ class Shell:
             os.close(self._load_fd)
 
     def closed_error(self) -> ClosedError:
-        """For the end: returns why the ring can't be used here."""
+        """Returns why the ring can't be used here."""
         return self.life.closed_error()
 
     def statistics(self) -> RingStatistics:

@@ -156,7 +156,7 @@ class _WorkerLink(Link):
 
 
 class Workers:
-    """The workers of a ring.
+    """The workers of a ring; the :class:`~shmring.core.shells.BroadcastShell` of their end.
 
     Args:
         life, end, slab: of their engine.
@@ -228,7 +228,7 @@ class Workers:
         return self.end.ask_now(payload, ranks_of(to))
 
     async def send_in_turn(self, parcel: Parcel, timeout: float | None) -> None:
-        """For the end: sends a message that has to wait, or takes long to copy.
+        """Sends a message that has to wait, or takes long to copy.
 
         Raises:
             WorkersBehindError: the time is over.
@@ -252,7 +252,7 @@ class Workers:
             del bound
 
     async def gather_in_turn(self, gathering: Gathering, parcel: Parcel, timeout: float | None) -> None:
-        """For the end: the same for a gather. Waits for the replies as well, within the same time."""
+        """Sends a message that is gathered, as :meth:`send_in_turn`, and waits for its replies within the same time."""
         deadline_s = None if timeout is None else self.loop.time() + timeout
         await self.send_in_turn(parcel, timeout)
         future: asyncio.Future[None] = self.loop.create_future()
@@ -298,7 +298,7 @@ class Workers:
             del place
 
     def is_behind(self, parcel: Parcel) -> bool:
-        """For the end: whether a message that goes to one of its workers was to be sent before, and is not sent yet."""
+        """Whether a message that goes to one of its workers was to be sent before, and is not sent yet."""
         return any(_meet(parcel, other) for other in (*self._sending, *self._line.values()))
 
     def _pass_turn(self, parcel: Parcel) -> None:
@@ -365,7 +365,7 @@ class Workers:
             worker.watch.close()
 
     def expects_replies(self, record: WorkerRecord) -> None:
-        """For the end: a worker is to reply to an engine that polls busily, so its link stays awake."""
+        """A worker is to reply to an engine that polls busily, so its link stays awake."""
         self._workers[record].link.published()
 
     def hear(self) -> None:
@@ -375,7 +375,7 @@ class Workers:
             self.slots_are_kept()
 
     def slots_are_kept(self) -> None:
-        """For the end: workers read slots of claims."""
+        """Workers read slots of claims."""
         if self._looking is None:
             self._looking = self.loop.call_later(_KEPT_S, self._look_after)
 
@@ -392,11 +392,11 @@ class Workers:
             self._looking = self.loop.call_later(_GONE_S, self._look_after)
 
     def closed(self) -> Exception:
-        """For the end: why nothing is sent."""
+        """Returns why nothing is sent."""
         return self.life.closed_error()
 
     def check_loop(self) -> None:
-        """For the end: raises LocalProtocolError in another loop than the ring's."""
+        """Raises LocalProtocolError in another loop than the ring's."""
         self.life.check_loop()
 
     def _check_open(self) -> None:
@@ -570,7 +570,7 @@ class Workers:
         worker.link.close()
 
     def worker_violated(self, record: WorkerRecord, error: RemoteProtocolError) -> None:
-        """For the end: a worker's count in its ring can't be true."""
+        """A worker's count in its ring can't be true."""
         worker = self._workers[record]
         self.book.part(record)
         self.loop.call_soon(self.refuse, worker, error)

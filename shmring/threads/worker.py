@@ -74,7 +74,7 @@ class Message(TypedMessage[_Payload]):
             CapacityError: it is larger than ``max_payload_nbytes`` of the engine.
             EngineDeadError, ClosedError: there is nobody to reply to.
         """
-        connection: _Connection = self._end.shell
+        connection: _Connection = self._end.shell  # type: ignore[assignment]  # the shell of such a message is one
         connection.send_answer(self, payload, timeout_of(timeout))
 
 

@@ -25,6 +25,7 @@ from shmring.core.compiled import (
     WorkerEnd,
 )
 from shmring.core.messages import PROTOCOL_VERSION, Join
+from shmring.core.shells import WorkerShell
 from shmring.core.welcome import check_worker_welcome
 from shmring.memory.limits import check_open_files
 from shmring.memory.slab import map_read_only
@@ -59,7 +60,7 @@ class Joined:
     max_payload_nbytes: int
 
     def make_end(
-        self, shell: object, reader: RecordReader, writer: RecordWriter, message_type: type[BaseMessage], payload_type: Any
+        self, shell: WorkerShell, reader: RecordReader, writer: RecordWriter, message_type: type[BaseMessage], payload_type: Any
     ) -> WorkerEnd:
         """Returns the compiled end of a worker, which is the shell.
 

@@ -150,6 +150,9 @@ class WorkerProcess:
 
     fail_answer_later = fail_answer
 
+    def check_process(self) -> None:
+        """For messages: it is no forked child."""
+
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
