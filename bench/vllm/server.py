@@ -32,7 +32,7 @@ IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def model(side: int, installation: Path | None = None) -> Path:
-    """Where ``tests/vllm/install.py`` has put the model that takes pictures of that size."""
+    """Where ``tests/installing_servers.py`` has put the model that takes pictures of that size."""
     return (installation or Path(sys.prefix)) / "models" / str(side)
 
 
