@@ -1,66 +1,45 @@
-"""A frontend's book, compiled and in Python side by side, against a plain model: who has each block.
+"""A frontend's book, compiled and in Python side by side: callers, and an engine that does as it likes.
 
-The engine grants, recalls and releases as it likes. Whoever is overtaken rests, or waits with one that rests and wants no more.
-At the end of each example everything is given up and the engine grants what is asked for: every waiter must be served.
+What follows, the model says (:mod:`tests.model.pairs`). What is asked for here besides: nobody waits for what is free, what is
+needed is asked for, and nothing is kept that somebody else may need. At the end everything is given up and the engine grants
+what is asked for: every waiter must be served.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from shmring.core.compiled import ClientSlotRecord
-from shmring.core.effects import Acquired, ClientEffect, Send
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits
-from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, LeaseReturn
+from shmring.core.effects import ClientEffect, Send
+from shmring.core.geometry import BLOCK_NBYTES, ClientBookLimits, slot_blocks
+from shmring.core.messages import LeaseGrant, LeaseRequest
 from shmring.core.states import ClientSlot
+from shmring.errors import LocalProtocolError, RemoteProtocolError
+from tests.core.test_engine_book_machine import content, happens_to
 from tests.model.pairs import PairedClientBook
 
 LEASABLE = 16
 MAX_LEASES = 4
 LEASE_BLOCKS = 4
 IDLE_S = 5.0
-
-T = TypeVar("T")
-
-
-def content(blocks: int) -> int:
-    return blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
-
-
-def runs(blocks: Iterable[int]) -> list[tuple[int, int]]:
-    """The maximal runs of a set of blocks, as (start, length)."""
-    maximal_runs: list[tuple[int, int]] = []
-    for block in sorted(blocks):
-        if maximal_runs and sum(maximal_runs[-1]) == block:
-            maximal_runs[-1] = (maximal_runs[-1][0], maximal_runs[-1][1] + 1)
-        else:
-            maximal_runs.append((block, 1))
-    return maximal_runs
-
-
-def fits(free: Iterable[int], blocks: int) -> bool:
-    return any(length >= blocks for _, length in runs(free))
-
-
-@dataclasses.dataclass
-class ModelLease:
-    blocks: set[int]
-    is_base: bool
-    empty_since: float
-    recalled: bool = False
+UNASKED = 1 << 32  # no request has this token
 
 
 class ClientBookMachine(RuleBasedStateMachine):
     """The callers of one frontend, and its engine."""
 
-    @initialize(base=st.integers(0, LEASE_BLOCKS))
-    def create(self, base: int) -> None:
+    @initialize(
+        leases=st.lists(st.integers(1, LEASE_BLOCKS), max_size=3),
+        waiting=st.one_of(st.just([]), st.lists(st.integers(1, 8), min_size=2, max_size=4)),
+    )
+    def create(self, leases: list[int], waiting: list[int]) -> None:
+        """With nothing, or with a base lease, or with further ones; and with callers that wait, or none."""
         limits = ClientBookLimits(
             client_id=3,
             leasable_nbytes=LEASABLE * BLOCK_NBYTES,
@@ -69,299 +48,163 @@ class ClientBookMachine(RuleBasedStateMachine):
             lease_idle_s=IDLE_S,
         )
         self.book = PairedClientBook(limits)
+        self.model = self.book.model
         self.now = 0.0
-        self.leases: dict[int, ModelLease] = {}
-        self.slots: dict[ClientSlotRecord, ClientSlot] = {}  # all that are not free
-        self.waiters: dict[int, int] = {}  # blocks, by ticket, in order
         self.request: LeaseRequest | None = None  # outstanding at the engine
         self.crossed: LeaseRequest | None = None  # granted by the engine before it saw that it was replaced
-        self.prefetched_blocks = 0
-        self.last_token = 0
-        self.last_generation = 3 << GENERATION_BITS
-        self.next_ticket = 1
-        self.next_lease = 1
-        if base:
-            self.grant(LeaseRequest(0, base * BLOCK_NBYTES), 1, base)
+        self.number = 0  # of tickets and leases
+        for number, blocks in enumerate(leases):
+            self.grant(LeaseRequest(UNASKED if number else 0, 0), self.places(blocks)[0], blocks)
+        for blocks in waiting:
+            self.queue(blocks, False)
 
-    # -- the model ---------------------------------------------------------------------------------------------------------
-
-    def used(self, lease_id: int) -> set[int]:
-        slots = (slot for slot in self.slots if slot.lease.lease_id == lease_id)
-        return {block for slot in slots for block in range(slot.start, slot.start + slot.blocks)}
-
-    def free_in(self, lease_id: int) -> set[int]:
-        return self.leases[lease_id].blocks - self.used(lease_id)
-
-    def can_acquire(self, blocks: int) -> bool:
-        return any(
-            fits(self.free_in(i), blocks) and self.suits(lease, blocks)
-            for i, lease in self.leases.items()
-            if not lease.recalled
-        )
-
-    def suits(self, lease: ModelLease, blocks: int) -> bool:
-        """Whether a lease is for slots of any size, or for large ones and this is one; or there can be no other."""
-        if lease.is_base or len(lease.blocks) <= LEASE_BLOCKS or len(self.leases) >= MAX_LEASES:
-            return True
-        return 10 * blocks >= 9 * len(lease.blocks)
-
-    def free_at_engine(self) -> set[int]:
-        return set(range(1, 1 + LEASABLE)).difference(*(lease.blocks for lease in self.leases.values()))
-
-    def took(self, slot: ClientSlotRecord, blocks: int) -> None:
-        """Checks a slot that the book handed out, and enters it."""
-        lease = self.leases[slot.lease.lease_id]
-        assert slot.blocks == blocks
-        assert not lease.recalled
-        assert set(range(slot.start, slot.start + blocks)) <= self.free_in(slot.lease.lease_id)
-        assert slot.state is ClientSlot.WRITING
-        self.slots[slot] = ClientSlot.WRITING
-
-    def left(self, slot: ClientSlotRecord) -> None:
-        """A slot has been let go: it drains while it is viewed, else it is free."""
-        if slot.viewed:
-            self.slots[slot] = ClientSlot.DRAINING
-        else:
-            del self.slots[slot]
-            self.leases[slot.lease.lease_id].empty_since = self.now
+    def next_number(self) -> int:
+        self.number += 1
+        return self.number
 
     def carry_out(self, effects: Sequence[ClientEffect]) -> None:
+        """The engine hears what the book asks for."""
         for effect in effects:
-            match effect:
-                case Acquired(ticket, slot):
-                    may = [*self.may_be_served()]
-                    assert ticket in may, "somebody was overtaken"
-                    assert all(self.rests(other) for other in may[: may.index(ticket)]), "somebody was overtaken in its turn"
-                    self.took(slot, self.waiters.pop(ticket))
-                case Send(LeaseReturn(lease_ids)):
-                    assert lease_ids
-                    for lease_id in lease_ids:
-                        assert not self.used(lease_id)
-                        del self.leases[lease_id]
-                case Send(LeaseRequest(token, nbytes, preferred) as request):
-                    assert token == self.last_token + 1
-                    assert preferred >= nbytes
-                    assert request.waits == (not nbytes or bool(self.waiters))
-                    former = (self.request.nbytes, self.request.waits) if self.request is not None else (0, True)
-                    assert (nbytes, request.waits) != former, "that was asked for already"
-                    self.last_token = token
-                    self.crossed = self.request
-                    self.request = request if nbytes else None
+            if isinstance(effect, Send) and isinstance(effect.message, LeaseRequest):
+                self.crossed, self.request = self.request, effect.message if effect.message.nbytes else None
 
-    def rests(self, ticket: int) -> bool:
-        return ticket in self.book._waiters and self.book._waiters[ticket].rest_moments > 0
+    def slots(self, *states: ClientSlot) -> list[ClientSlotRecord]:
+        slots = sorted(self.book._slots(), key=lambda slot: (slot.start, slot.generation))
+        return [slot for slot in slots if slot.state in states or not states]
 
-    def may_be_served(self) -> Iterator[int]:
-        """Yields who is served as soon as there is room: those that rest, who wants less than these, and who has the turn."""
-        least = LEASABLE + 1
-        for ticket, blocks in self.waiters.items():
-            if blocks < least:
-                yield ticket
-                if not self.rests(ticket):
-                    return
-                least = blocks
-
-    def draw_from(self, data: Any, items: Iterable[T]) -> T:
-        return data.draw(st.sampled_from(list(items)))  # type: ignore[no-any-return]
-
-    def in_state(self, *states: ClientSlot) -> list[ClientSlotRecord]:
-        return [slot for slot, state in self.slots.items() if state in states]
+    def places(self, blocks: int) -> list[int]:
+        """Where the engine can lend so many blocks."""
+        lent = {b for lease in self.model.leases.values() for b in range(lease.slots.start, lease.slots.end)}
+        return [start for start in range(1, 2 + LEASABLE - blocks) if not lent & {*range(start, start + blocks)}]
 
     # -- the callers -------------------------------------------------------------------------------------------------------
 
-    @rule(blocks=st.integers(1, 8), held=st.booleans(), prefetch=st.booleans(), send=st.booleans())
+    @rule(blocks=st.integers(1, 3) | st.integers(1, 8), held=st.booleans(), prefetch=st.booleans(), send=st.booleans())
     def acquire(self, blocks: int, held: bool, prefetch: bool, send: bool) -> None:
-        expected = not self.waiters and self.can_acquire(blocks)
         slot = self.book.acquire(content(blocks), held=held)
-        assert (slot is not None) == expected
-        if slot is not None:
-            self.took(slot, blocks)
-            if send:
-                self.submit_slot(slot)
-        elif prefetch:
-            self.prefetched_blocks = blocks
+        if slot is not None and send:
+            self.book.submit(slot)
+        elif slot is None and prefetch:
             self.carry_out(self.book.prefetch(content(blocks)))
 
-    @rule(blocks=st.integers(1, LEASABLE), held=st.booleans())
+    @precondition(lambda self: self.model.waiting < 4)
+    @rule(blocks=st.integers(1, 4) | st.integers(1, LEASABLE), held=st.booleans())
     def queue(self, blocks: int, held: bool) -> None:
-        ticket, self.next_ticket = self.next_ticket, self.next_ticket + 1
-        self.waiters[ticket] = blocks
-        self.carry_out(self.book.queue(ticket, content(blocks), held=held))
+        self.carry_out(self.book.queue(self.next_number(), content(blocks), held=held))
 
-    @precondition(lambda self: self.waiters)
-    @rule(data=st.data())
-    def cancel(self, data: Any) -> None:
-        ticket = self.draw_from(data, self.waiters)
-        del self.waiters[ticket]
+    @happens_to(lambda self: self.model._waiters)
+    def cancel(self, draw: Any, ticket: int) -> None:
         self.carry_out(self.book.cancel(ticket))
 
-    @precondition(lambda self: len(self.waiters) > 1)
-    @rule(moments=st.sampled_from([1, 1, 2, 5]))
+    @precondition(lambda self: self.model.waiting > 1)
+    @rule(moments=st.sampled_from([1, 2, 2, 5]))
     def moments_pass(self, moments: int) -> None:
         for _ in range(moments):
             self.carry_out(self.book.moment_passed())
 
-    @precondition(lambda self: self.in_state(ClientSlot.WRITING, ClientSlot.CACHED))
-    @rule(data=st.data())
-    def submit(self, data: Any) -> None:
-        self.submit_slot(self.draw_from(data, self.in_state(ClientSlot.WRITING, ClientSlot.CACHED)))
+    @happens_to(slots)
+    def submit(self, draw: Any, slot: ClientSlotRecord) -> None:
+        with contextlib.suppress(LocalProtocolError):
+            self.book.submit(slot)
 
-    def submit_slot(self, slot: ClientSlotRecord) -> None:
-        generation = self.book.submit(slot)
-        assert generation > self.last_generation
-        assert generation >> GENERATION_BITS == 3
-        self.last_generation = generation
-        self.slots[slot] = ClientSlot.SUBMITTED
+    @happens_to(lambda self: [slot for slot in self.slots(ClientSlot.WRITING) if slot.blocks > 1 and not slot.viewed])
+    def split(self, draw: Any, slot: ClientSlotRecord) -> None:
+        self.book.split(slot, [content(1), content(slot.blocks - 1)])
 
-    @precondition(lambda self: self.slots)
-    @rule(data=st.data())
-    def give_up(self, data: Any) -> None:
-        self.give_up_slot(self.draw_from(data, self.slots))
-
-    def give_up_slot(self, slot: ClientSlotRecord) -> None:
-        if self.slots[slot] in (ClientSlot.WRITING, ClientSlot.CACHED):
-            self.left(slot)
+    @happens_to(slots)
+    def give_up(self, draw: Any, slot: ClientSlotRecord) -> None:
         self.carry_out(self.book.give_up(slot, self.now))
-        assert not slot.held
 
-    @precondition(lambda self: self.in_state(ClientSlot.WRITING, ClientSlot.SUBMITTED, ClientSlot.CACHED))
-    @rule(data=st.data())
-    def view(self, data: Any) -> None:
-        self.draw_from(data, self.in_state(ClientSlot.WRITING, ClientSlot.SUBMITTED, ClientSlot.CACHED)).viewed = True
+    @happens_to(lambda self: self.slots(ClientSlot.WRITING, ClientSlot.SUBMITTED, ClientSlot.CACHED))
+    def view(self, draw: Any, slot: ClientSlotRecord) -> None:
+        slot.viewed = True
 
-    @precondition(lambda self: any(slot.viewed for slot in self.slots))
-    @rule(data=st.data())
-    def last_view_gone(self, data: Any) -> None:
-        self.unview(self.draw_from(data, [slot for slot in self.slots if slot.viewed]))
-
-    def unview(self, slot: ClientSlotRecord) -> None:
-        if self.slots[slot] is ClientSlot.DRAINING:
-            del self.slots[slot]
-            self.leases[slot.lease.lease_id].empty_since = self.now
+    @happens_to(lambda self: [slot for slot in self.slots() if slot.viewed])
+    def last_view_gone(self, draw: Any, slot: ClientSlotRecord) -> None:
         self.carry_out(self.book.last_view_gone(slot, self.now))
 
     # -- the engine --------------------------------------------------------------------------------------------------------
 
-    @rule(data=st.data())
-    def release(self, data: Any) -> None:
-        generations = [slot.generation for slot in self.in_state(ClientSlot.SUBMITTED)]
-        stale = [self.last_generation + 1, 0, 7]
-        self.release_generations(data.draw(st.lists(st.sampled_from(generations + stale), max_size=4), label="released"))
+    @happens_to(lambda self: self.slots(ClientSlot.SUBMITTED))
+    def release(self, draw: Any, slot: ClientSlotRecord) -> None:
+        """This one, and others or what it does not have."""
+        ours = [slot.generation for slot in self.slots(ClientSlot.SUBMITTED)]
+        stale = [self.model._next_generation, 0, 7]
+        more = draw(st.lists(st.sampled_from(ours + stale), max_size=3))
+        self.carry_out(self.book.released([slot.generation, *more], self.now)[0])
 
-    def release_generations(self, generations: list[int]) -> None:
-        ours = {slot.generation: slot for slot in self.in_state(ClientSlot.SUBMITTED)}
-        for generation in ours.keys() & set(generations):
-            slot = ours[generation]
-            if slot.held:
-                self.slots[slot] = ClientSlot.CACHED
-            else:
-                self.left(slot)
-        effects, unknown = self.book.released(generations, self.now)
-        assert unknown == len(generations) - len(ours.keys() & set(generations))
-        self.carry_out(effects)
+    @happens_to(lambda self: self.slots(ClientSlot.SUBMITTED))
+    def keep(self, draw: Any, slot: ClientSlotRecord) -> None:
+        with contextlib.suppress(RemoteProtocolError):
+            self.carry_out(self.book.kept(slot.generation + draw(st.sampled_from([0, 0, 0, 1000])), self.now))
 
-    @precondition(lambda self: self.request)
-    @rule(data=st.data(), generous=st.booleans())
-    def grant_request(self, data: Any, generous: bool) -> None:
-        self.answer(data, self.request, generous)
-
-    @precondition(lambda self: self.crossed)
-    @rule(data=st.data(), generous=st.booleans())
-    def grant_what_was_replaced(self, data: Any, generous: bool) -> None:
-        self.answer(data, self.crossed, generous)
-
-    def answer(self, data: Any, request: LeaseRequest | None, generous: bool) -> None:
-        assert request is not None
-        blocks = (request.preferred_nbytes if generous else request.nbytes) // BLOCK_NBYTES
-        places = [start + i for start, length in runs(self.free_at_engine()) for i in range(length - blocks + 1)]
-        if places and len(self.leases) < MAX_LEASES:
-            self.grant(request, self.draw_from(data, places), blocks)
+    @happens_to(lambda self: [request for request in (self.request, self.crossed) if request])
+    def answer(self, draw: Any, request: LeaseRequest) -> None:
+        """What is free, or now and then what is lent already, or not all there."""
+        blocks = (request.preferred_nbytes if draw(st.booleans()) else request.nbytes) // BLOCK_NBYTES
+        if len(self.model.leases) < MAX_LEASES:
+            self.grant(request, draw(st.sampled_from([*self.places(blocks), 1, LEASABLE])), blocks)
 
     def grant(self, request: LeaseRequest, start: int, blocks: int) -> None:
-        lease_id, self.next_lease = self.next_lease, self.next_lease + 1
-        self.leases[lease_id] = ModelLease(set(range(start, start + blocks)), request.token == 0, self.now)
-        if request is self.request:
-            self.request, self.prefetched_blocks = None, 0
-        else:
-            self.crossed = None
-        grant = LeaseGrant(request.token, lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES)
-        self.carry_out(self.book.granted(grant, self.now))
+        grant = LeaseGrant(request.token, self.next_number(), start * BLOCK_NBYTES, blocks * BLOCK_NBYTES)
+        try:
+            effects = self.book.granted(grant, self.now)
+        except RemoteProtocolError:
+            return
+        self.request = None if request is self.request else self.request
+        self.crossed = None if request is self.crossed else self.crossed
+        self.carry_out(effects)
 
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def recall(self, data: Any) -> None:
-        self.recall_leases(data.draw(st.lists(st.sampled_from([*self.leases, 999]), min_size=1, max_size=3), label="leases"))
+    @happens_to(lambda self: self.model.leases)
+    def recall(self, draw: Any, lease_id: int) -> None:
+        more = draw(st.lists(st.sampled_from([*self.model.leases, 999]), max_size=2))
+        self.carry_out(self.book.recalled([lease_id, *more]))
 
-    def recall_leases(self, lease_ids: list[int]) -> None:
-        for lease_id in lease_ids:
-            if lease_id in self.leases:
-                self.leases[lease_id].recalled = True
-        self.carry_out(self.book.recalled(lease_ids))
-
+    @precondition(lambda self: self.model.leases)
     @rule(seconds=st.sampled_from([0.0, 1.0, IDLE_S]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        idle = {i for i in self.spare() if self.leases[i].empty_since + IDLE_S <= self.now}
-        when = self.book.next_expiry()
-        assert (when is not None and when <= self.now) == bool(idle)
         self.carry_out(self.book.expire(self.now))
-        assert not idle & self.leases.keys()
-        assert self.book.next_expiry() == min((self.leases[i].empty_since + IDLE_S for i in self.spare()), default=None)
-
-    def spare(self) -> set[int]:
-        return {i for i, lease in self.leases.items() if not lease.is_base and not self.used(i)}
+        expiry = self.book.next_expiry()
+        assert expiry is None or expiry > self.now
 
     # -- what holds after each event -----------------------------------------------------------------------------------------
 
     @invariant()
-    def the_book_is_sound(self) -> None:
-        self.book.check()
-
-    @invariant()
-    def the_book_is_the_models(self) -> None:
-        assert self.book.leases.keys() == self.leases.keys()
-        assert set(self.book._slots()) == set(self.slots)
-        assert {slot: slot.state for slot in self.slots} == self.slots
-        assert list(self.book._waiters) == list(self.waiters)
-        assert self.book.leased_nbytes == sum(len(lease.blocks) for lease in self.leases.values()) * BLOCK_NBYTES
-        assert self.book.free_nbytes == sum(len(self.free_in(i)) for i in self.leases) * BLOCK_NBYTES
-
-    @invariant()
     def nobody_waits_in_vain(self) -> None:
-        if self.waiters:
-            may = [*self.may_be_served()]
-            assert not any(self.can_acquire(self.waiters[ticket]) for ticket in may), "a waiter could be served"
-            blocks = self.waiters[may[0] if self.rests(may[-1]) else may[-1]]  # whose turn it is, or of all that rest the first
+        assert self.model.cancel(-1) == [], "nobody has that ticket, and something follows"
+        asks = self.model._who_asks()
+        if asks is not None:
             request = self.request
-            is_requested = request is not None and request.waits and request.nbytes == blocks * BLOCK_NBYTES
-            assert is_requested or len(self.leases) >= MAX_LEASES, "nobody asks for what is needed"
-        elif not self.prefetched_blocks:
+            is_requested = request is not None and request.waits and request.nbytes == slot_blocks(asks.nbytes) * BLOCK_NBYTES
+            assert is_requested or len(self.model.leases) >= MAX_LEASES, "nobody asks for what is needed"
+        elif not self.model._wish_nbytes:
             assert self.request is None, "a lease is asked for that nobody needs"
 
     @invariant()
     def nothing_is_kept_that_somebody_else_may_need(self) -> None:
-        for lease_id, lease in self.leases.items():
-            assert self.used(lease_id) or not (lease.recalled or self.waiters)
+        for lease in self.model.leases.values():
+            assert not lease.is_empty or not (lease.recalled or self.model.waiting)
 
     def teardown(self) -> None:
         if not hasattr(self, "book"):
             return
-        for _ in range(1 + len(self.waiters)):
-            for slot in list(self.slots):
-                self.give_up_slot(slot)
-            self.release_generations([slot.generation for slot in self.in_state(ClientSlot.SUBMITTED)])
-            for slot in [slot for slot in self.slots if slot.viewed]:
-                self.unview(slot)
-            while self.request is not None and self.waiters:
+        for _ in range(1 + self.model.waiting):
+            for slot in self.slots():
+                self.carry_out(self.book.give_up(slot, self.now))
+            self.carry_out(self.book.released([slot.generation for slot in self.slots(ClientSlot.SUBMITTED)], self.now)[0])
+            for slot in self.slots(ClientSlot.DRAINING):
+                self.carry_out(self.book.last_view_gone(slot, self.now))
+            while self.request is not None and self.model.waiting:
                 blocks = self.request.nbytes // BLOCK_NBYTES
-                place = next((start for start, length in runs(self.free_at_engine()) if length >= blocks), None)
-                if place is None:
+                places = self.places(blocks)
+                if not places:
                     break
-                self.grant(self.request, place, blocks)
-        assert not self.waiters, "a waiter was never served"
-        assert not self.slots
-        self.recall_leases(list(self.leases))
-        assert not self.leases
+                self.grant(self.request, places[0], blocks)
+        assert not self.model.waiting, "a waiter was never served"
+        assert not self.slots()
+        self.book.recalled(list(self.model.leases))
+        assert not self.book.leases
         assert self.book.free_nbytes == 0
 
 

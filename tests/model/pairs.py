@@ -42,6 +42,7 @@ class PairedEngineBook(ObservedEngineBook):
     def __init__(self, geometry: Geometry, limits: EngineBookLimits) -> None:
         super().__init__(geometry, limits)
         self.model = model_engine_book.EngineBook(geometry, limits)
+        self.state = plain(self.model)  # after the last event
 
     def follow(self, name: str, *arguments: Any, result: Any = None, error: BaseException | None = None) -> None:
         """A compiled end has done this to the book, in C: the model does the same."""
@@ -52,7 +53,9 @@ class PairedEngineBook(ObservedEngineBook):
         """Compares what both have done in an event, and checks each."""
         assert same_error(ours[1], models[1]), f"{event}: {ours[1]!r}, and the model says {models[1]!r}"
         assert ours[0] == models[0], f"{event}: {ours[0]}, and the model says {models[0]}"
-        assert plain(self) == plain(self.model), f"{event}: another state than the model's"
+        before, self.state = self.state, plain(self)
+        assert self.state == plain(self.model), f"{event}: another state than the model's"
+        assert ours[1] is None or self.state == before, f"{event}: {ours[1]!r}, and something has changed"
         self.check()
         self.model.check()
 

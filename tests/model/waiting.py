@@ -1,4 +1,4 @@
-"""What must hold when a moment has passed for which clients waited, of a compiled book and of its model alike.
+"""What must hold of clients that wait, of a compiled book and of its model alike: after each event, and after a moment.
 
 It does not say how a book chooses. It says what nobody may wait for.
 """
@@ -11,9 +11,35 @@ from typing import Any
 from shmring.core.messages import DEVICE_MEMORY
 from shmring.core.states import Lease
 
-__all__ = ["check_waiting"]
+__all__ = ["check_granted", "check_waiting"]
 
 _SILENT_AFTER = 2
+
+
+def check_granted(lending: Any) -> None:
+    """Asserts that nobody waits for memory that is free or only kept, and that all is done to empty the window.
+
+    Args:
+        lending: of an engine's book.
+    """
+    window = lending._window
+    reserved = set() if window is None else set(range(window.start, window.end))
+    unpinned = [] if lending.contents is None else [*lending.contents.unpinned.values()]
+    kept = set(_blocks((content.start, content.blocks) for content in unpinned))
+    free = kept | set(_blocks([*lending._free.runs(), *getattr(lending, "_apart", ())]))
+    wants = {c: want for c, want in lending._wants.items() if not _is_over_quota(lending, lending.clients[c], want.blocks)}
+    waiting = [client_id for client_id, want in wants.items() if want.waits and not want.rest_moments]
+    assert not kept & reserved, "what is only kept is in a window"
+    if waiting:  # else a window may be left of one who was alone until just now
+        assert window is not None, "the first who can't be served has no window"
+        assert window.client_id in waiting
+    for client_id, want in wants.items():
+        is_owner = window is not None and window.client_id == client_id
+        assert not is_owner or window.blocks == want.blocks
+        assert _longest_run(free if is_owner else free - reserved) < want.blocks, f"client {client_id} waits in vain"
+    for lease in _leases(lending):
+        is_in_window = reserved & set(_in_leases([lease])) and window.client_id != lease.client_id
+        assert lease.recalled or lease.state is not Lease.LEASED or not is_in_window, "a lease in the window was not recalled"
 
 
 def check_waiting(lending: Any) -> None:
