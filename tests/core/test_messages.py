@@ -221,7 +221,7 @@ def plain(message: Any) -> list[Any]:
 
 
 def tag_of(kind: type) -> object:
-    return msgspec.inspect.type_info(kind).tag  # type: ignore[attr-defined] # of a message
+    return inspect.type_info(kind).tag  # type: ignore[attr-defined] # of a message
 
 
 def changed(fields: list[Any], index: int, value: Any) -> list[Any]:
@@ -382,9 +382,9 @@ def forged(message: Any) -> Iterator[Any]:
         yield from (changed(fields, index, Raw(lying)) for lying in LYING)
         yield from (changed(fields, index, Raw(nested)) for nested in NESTED)
         yield from (changed(fields, index, wrong) for wrong in FOREIGN[:6] if type(wrong) is not type(fields[index]))
-    if isinstance(message, Abort | LeaseRequest | LeaseGrant | Call | Failed):
-        for index in [index for index in range(1, len(fields)) if type(fields[index]) is int]:
-            yield from (changed(fields, index, number) for number in (-1, -(2**63), BIGGEST + 1, 2**64 - 1))
+        if type(fields[index]) is int and message.__struct_fields__[index - 1] not in {"version", "pid"}:  # which may be any
+            too_large = () if fields[index] == LARGEST else (BIGGEST + 1, LARGEST)
+            yield from (changed(fields, index, number) for number in (-1, -(2**63), *too_large))
     if isinstance(message, Welcome):
         for index in (-4, -3):
             yield from ([*fields[:index], part, *fields[index + 1 :]] for part in ([*fields[index], 0], fields[index][:-1]))
