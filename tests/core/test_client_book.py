@@ -1,13 +1,18 @@
-"""A frontend's book: unit tests of each behaviour. The model test is in test_client_book_machine.py.
+"""A frontend's book: one story a case, one event a line, and behind it all that the book says then.
 
-Sizes are in blocks; the book under test belongs to client 1 of a slab of 32 blocks, of which 24 can be leased.
+Numbers are blocks. Of the slab, the blocks 1 to 24 can be lent, in leases of 4 as a rule. ``base=4``: the engine has lent lease
+1, the blocks 1 to 4. Slots are ``a``, ``b``, ... in the order in which they are had: ``takes 2`` is a caller that has one of
+two blocks or nothing, ``7 waits for 2`` one that waits in line with ticket 7. What is submitted is 1, 2, ... The book asks the
+engine for leases: ``asks 3``, or ``asks 3 or 4`` if it prefers four; ``wishes 3`` if nobody waits. ``waiting 5 2``: there is
+one block, which is taken, and 1 and 2 wait. ``look``: all slots, free blocks, leases with views in them, and when a lease has
+been empty for long enough. Random events are in test_client_book_machine.py.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 import pytest
 
@@ -16,42 +21,377 @@ from shmring.core.effects import Acquired, ClientEffect, Send
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits
 from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, LeaseReturn, SlotRef
 from shmring.core.states import ClientSlot
-from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
+from shmring.errors import CapacityError, RemoteProtocolError
+from tests.core.stories import tell
+from tests.model.pairs import PairedClientBook
 from tests.model.state import plain
 from tests.simulation.books import COMPILED, MODELS, Books
 from tests.tables import for_each
 
-pytestmark = pytest.mark.usefixtures("books")
-
-NOW = 100.0
-IDLE_S = 5.0
-
-
-def make_book(*, max_leases: int = 8, lease_blocks: int = 4) -> ClientBook:
-    """A book without a lease."""
-    limits = ClientBookLimits(
-        client_id=1,
-        leasable_nbytes=24 * BLOCK_NBYTES,
-        max_leases=max_leases,
-        lease_nbytes=lease_blocks * BLOCK_NBYTES,
-        lease_idle_s=IDLE_S,
-    )
-    return ClientBook(limits)
-
-
-def grant(
-    book: ClientBook, lease_id: int, start: int, blocks: int, *, token: int | None = None, now: float = NOW
-) -> list[ClientEffect]:
-    """The engine grants what was asked for last, or what ``token`` says (0: the base lease)."""
-    token = book._token if token is None else token
-    return book.granted(LeaseGrant(token, lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES), now)
-
-
-def base_book(blocks: int = 4, **options: int) -> ClientBook:
-    """A book with a base lease: number 1, the blocks from 1 on."""
-    book = make_book(**options)
-    assert grant(book, 1, 1, blocks, token=0) == []
-    return book
+STORIES = {
+    "a lease that was granted can be used": """
+        base=4; look -> 4 of 4 free
+        takes 3 -> a at 1+3
+        look -> a writing, 1 of 4 free""",
+    "a grant may reach to the end of what can be lent": "base=24; look -> 24 of 24 free",
+    "what is lent already is not granted again": """
+        base=4; lent 1 at 10+2 -> refused: is lent already
+        lent 2 at 4+1 -> refused: is lent already
+        lent 2 at 1+1 -> refused: is lent already
+        lent 2 at 4+8 -> refused: is lent already
+        lent 2 at 1+24 -> refused: is lent already""",
+    "where a slot became the engine's another lease may lie, and nothing else may": """
+        base=4; takes 1 1 1 -> a at 1+1, b at 2+1, c at 3+1
+        b c submitted -> 1 2
+        kept 1 ->
+        lent 2 at 1+1 -> refused: is lent already
+        lent 2 at 3+1 -> refused: is lent already
+        lent 2 at 4+1 -> refused: is lent already
+        lent 2 at 2+1 ->""",
+    "a recalled lease that is empty goes back at once": """
+        base=4; recalled 1 -> returns 1
+        look -> 0 of 0 free
+        recalled 1 ->""",
+    "a recalled lease in use takes no slot, and goes back when it is empty": """
+        base=4; takes 1 1 -> a at 1+1, b at 2+1
+        recalled 1 77 ->
+        takes 1 -> nothing
+        a dropped ->
+        b dropped -> returns 1""",
+    "a further lease that was empty for long goes back": """
+        base=4; lent 2 at 10+4 for 9 ->
+        look -> 8 of 8 free, expiry in 5
+        4 seconds ->
+        1 seconds -> returns 2
+        look -> 4 of 4 free""",
+    "the base lease stays however long it is empty": """
+        base=4; look -> 4 of 4 free
+        1000000 seconds ->
+        look -> 4 of 4 free""",
+    "a lease is idle since its last slot left it": """
+        lent 2 at 10+4 for 9 ->
+        takes 1 -> a at 10+1
+        1000 seconds ->
+        look -> a writing, 3 of 4 free
+        a dropped ->
+        look -> 4 of 4 free, expiry in 5
+        4 seconds ->
+        1 seconds -> returns 2""",
+    "a lease is idle since its last slot was released, or its last view has gone": """
+        lent 2 at 10+4 for 9 ->
+        takes 1 1 -> a at 10+1, b at 11+1
+        b viewed ->
+        a submitted -> 1
+        1 seconds ->
+        released 1 ->
+        b dropped ->
+        1 seconds ->
+        look -> b draining, 3 of 4 free, 2 in use
+        b unviewed ->
+        look -> 4 of 4 free, expiry in 5""",
+    "idle leases expire each in its time, and return together": """
+        lent 2 at 8+4 for 9 ->
+        1 seconds ->
+        lent 3 at 12+4 for 9 ->
+        1 seconds ->
+        lent 4 at 16+4 for 9 ->
+        look -> 12 of 12 free, expiry in 3
+        4 seconds -> returns 2 3
+        look -> 4 of 4 free, expiry in 1""",
+    "released out of order nothing is blocked": """
+        base=3; takes 1 1 1 -> a at 1+1, b at 2+1, c at 3+1
+        a b c submitted -> 1 2 3
+        released 2 ->
+        takes 1 -> d at 2+1
+        released 3 1 ->
+        takes 1 1 -> e at 1+1, f at 3+1""",
+    "without a lease that fits nothing is taken, and nothing is asked for": """
+        base=2; takes 3 -> nothing
+        look -> 2 of 2 free""",
+    "a waiter that fits is served at once": """
+        base=4; 5 waits for 2 held -> 5 gets a at 1+2 held
+        look -> a writing, 2 of 4 free""",
+    "a waiter that does not fit asks for a lease": """
+        base=2 taken=2; 5 waits for 1 -> asks 1 or 4
+        lent 2 at 10+4 -> 5 gets b at 10+1""",
+    "a need of half a lease prefers a whole one, and a larger one is sized exactly": """
+        1 waits for 1 -> asks 1 or 4
+        1 leaves -> withdraws
+        2 waits for 2 -> asks 2 or 4
+        2 leaves -> withdraws
+        3 waits for 3 -> asks 3
+        3 leaves -> withdraws
+        4 waits for 4 -> asks 4
+        4 leaves -> withdraws
+        5 waits for 9 -> asks 9""",
+    "nobody overtakes the first who waits": """
+        base=4; takes 2 1 -> a at 1+2, b at 3+1
+        1 waits for 3 -> asks 3
+        2 waits for 1 ->
+        takes 1 -> nothing
+        b dropped ->
+        lent 2 at 10+3 -> 1 gets c at 10+3, 2 gets d at 3+1""",
+    "who leaves the line passes the turn on": """
+        base=4 taken=2; 1 waits for 3 -> asks 3
+        2 waits for 2 ->
+        1 leaves -> 2 gets b at 3+2, withdraws
+        1 leaves ->""",
+    "who leaves behind the first changes nothing for it": """
+        base=1 taken=1; 1 waits for 2 -> asks 2 or 4
+        2 waits for 5 ->
+        2 leaves ->
+        lent 2 at 10+4 -> 1 gets b at 10+2""",
+    "the need of the next replaces the request of the first": """
+        base=1 taken=1; 1 waits for 3 -> asks 3
+        2 waits for 5 ->
+        1 leaves -> asks 5""",
+    "the next with the same need keeps the request": """
+        base=1 taken=1; 1 waits for 3 -> asks 3
+        2 waits for 3 ->
+        1 leaves ->
+        lent 2 at 10+3 -> 2 gets b at 10+3""",
+    "after a grant the next who waits asks again": """
+        base=1 taken=1; 1 waits for 3 -> asks 3
+        2 waits for 3 ->
+        lent 2 at 10+3 -> 1 gets b at 10+3, asks 3""",
+    "a grant that crossed a newer request does not answer it": """
+        base=1 taken=1; 1 waits for 2 -> asks 2 or 4
+        2 waits for 5 ->
+        1 leaves -> asks 5
+        lent 2 at 10+4 for 1 -> returns 2
+        lent 3 at 10+5 for 2 -> 2 gets b at 10+5""",
+    "a grant that crossed its withdrawal is kept until it is idle": """
+        base=1 taken=1; 1 waits for 2 -> asks 2 or 4
+        1 leaves -> withdraws
+        lent 2 at 10+4 for 1 ->
+        takes 2 -> b at 10+2""",
+    "while somebody waits what is empty goes back, the base lease too": """
+        base=2 taken=2; lent 2 at 10+2 for 9 ->
+        1 waits for 4 -> returns 2, asks 4
+        a dropped -> returns 1
+        look -> 0 of 0 free
+        lent 3 at 1+4 -> 1 gets b at 1+4""",
+    "no more leases are asked for than a client may hold": """
+        base=2 taken=2 max_leases=2; lent 2 at 10+2 for 9 ->
+        takes 2 -> b at 10+2
+        1 waits for 2 ->
+        2 waits for 2 ->
+        a dropped -> 1 gets c at 1+2""",
+    "at max_leases what is needed is asked for when a lease has gone back": """
+        base=2 taken=2 max_leases=1; 1 waits for 3 ->
+        a dropped -> returns 1, asks 3""",
+    "a prefetch asks for a lease without waiting": """
+        base=2 taken=2; prefetches 3 -> wishes 3
+        prefetches 3 ->
+        lent 2 at 10+3 ->
+        takes 3 -> b at 10+3""",
+    "a prefetch is fulfilled once": """
+        base=2 taken=2; prefetches 3 -> wishes 3
+        lent 2 at 10+3 ->
+        takes 3 -> b at 10+3
+        b dropped ->
+        5 seconds -> returns 2
+        recalled 99 ->""",
+    "who waits comes before a prefetch": """
+        base=2 taken=2; prefetches 3 -> wishes 3
+        1 waits for 4 -> asks 4
+        lent 2 at 10+4 -> 1 gets b at 10+4""",
+    "who waits for what was wished for says so": """
+        base=2 taken=2; prefetches 3 -> wishes 3
+        1 waits for 3 -> asks 3
+        1 leaves -> wishes 3""",
+    "a lease of the preferred size is used though that is no whole number of blocks": """
+        lease_bytes=1 base=5 taken=5; 1 waits for 1 -> asks 1 or 5
+        lent 2 at 6+5 -> 1 gets b at 6+1""",
+    "who waits in vain lets smaller ones pass": """
+        waiting 5 2; a moment passes ->
+        a moment passes -> asks 2
+        lent 2 at 10+2 -> 2 gets b at 10+2, asks 5
+        lent 3 at 12+5 -> 1 gets c at 12+5""",
+    "smaller ones that come later pass as well, and nobody passes them": """
+        waiting 5 2; 2 moments pass -> asks 2
+        lent 2 at 10+2 -> 2 gets b at 10+2, asks 5
+        3 waits for 3 -> asks 3
+        takes 1 -> nothing""",
+    "who lets others pass takes what fits": """
+        waiting 5 2; 2 moments pass -> asks 2
+        lent 2 at 10+5 for 1 -> 1 gets b at 10+5""",
+    "who wants as much or more does not pass": """
+        waiting 10 11 10 4; 2 moments pass -> asks 4
+        lent 2 at 2+4 -> 4 gets b at 2+4, asks 10
+        lent 3 at 6+11 -> 1 gets c at 6+10, asks 11""",
+    "alone or before larger ones one has its turn as long as one likes": """
+        waiting 5 5; 50 moments pass ->
+        3 waits for 2 ->
+        a moment passes -> asks 2
+        a moment passes ->
+        a moment passes -> asks 5""",
+    "for those behind who has the turn time stands still": """
+        waiting 5 3 2; 2 moments pass -> asks 3
+        2 moments pass -> asks 5
+        3 moments pass ->
+        a moment passes -> asks 2
+        a moment passes ->
+        a moment passes -> asks 3
+        a moment passes ->
+        a moment passes -> asks 5""",
+    "each turn and each rest is twice as long as the last": """
+        waiting 5 2; a moment passes ->
+        a moment passes -> asks 2
+        a moment passes ->
+        a moment passes -> asks 5
+        3 moments pass ->
+        a moment passes -> asks 2
+        3 moments pass ->
+        a moment passes -> asks 5
+        7 moments pass ->
+        a moment passes -> asks 2
+        7 moments pass ->
+        a moment passes -> asks 5
+        15 moments pass ->
+        a moment passes -> asks 2
+        15 moments pass ->
+        a moment passes -> asks 5""",
+    "who rests and leaves passes nothing on": """
+        waiting 5 6 2; 2 moments pass -> asks 2
+        1 leaves -> asks 6
+        2 moments pass -> asks 2""",
+    "who has the turn and leaves gives it back": """
+        waiting 5 3 2; 2 moments pass -> asks 3
+        2 leaves -> asks 2
+        3 leaves -> asks 5
+        1 leaves -> withdraws
+        3 moments pass ->""",
+    "what is empty goes back while somebody rests": """
+        waiting 5 2; 2 moments pass -> asks 2
+        lent 2 at 10+2 -> 2 gets b at 10+2, asks 5
+        b dropped -> returns 2""",
+    "a wish waits for who rests": """
+        waiting 5 2; 2 moments pass -> asks 2
+        prefetches 1 ->
+        1 leaves ->
+        2 leaves -> wishes 1""",
+    "no moment passes for nobody": """
+        base=4; a moment passes ->
+        look -> 4 of 4 free""",
+    "generations grow": """
+        base=4; takes 1 1 1 -> a at 1+1, b at 2+1, c at 3+1
+        a b c submitted -> 1 2 3
+        released 1 2 3 ->
+        takes 1 -> d at 1+1
+        d submitted -> 4""",
+    "a slot that was released is free again": """
+        base=1 taken=1; a submitted -> 1
+        look -> a submitted, 0 of 1 free
+        released 1 ->
+        look -> 1 of 1 free""",
+    "a release serves the first who waits": """
+        base=1 taken=1; a submitted -> 1
+        7 waits for 1 -> asks 1 or 4
+        released 1 -> 7 gets b at 1+1, withdraws""",
+    "stale and doubled releases are counted and do nothing": """
+        base=4; takes 1 1 -> a at 1+1, b at 2+1
+        a b submitted -> 1 2
+        released 1 1 5 999999 -> 3 unknown
+        released 1 -> 1 unknown
+        look -> b submitted, 3 of 4 free""",
+    "a held slot that is released is cached, and can be submitted again": """
+        base=1; holds 1 -> a at 1+1 held
+        a submitted -> 1
+        released 1 ->
+        look -> a cached, 0 of 1 free
+        a submitted -> 2
+        look -> a submitted, 0 of 1 free
+        released 1 -> 1 unknown
+        look -> a submitted, 0 of 1 free""",
+    "a slot that is given up while it is written is free, and given up once": """
+        base=1; holds 1 -> a at 1+1 held
+        a dropped ->
+        look -> 1 of 1 free
+        a dropped ->
+        look -> 1 of 1 free""",
+    "a slot that is given up while the engine has it comes back with its release": """
+        base=1; holds 1 -> a at 1+1 held
+        a submitted -> 1
+        a dropped ->
+        look -> a submitted, 0 of 1 free
+        released 1 ->
+        look -> 1 of 1 free""",
+    "a cached slot that is given up is free": """
+        base=1; holds 1 -> a at 1+1 held
+        a submitted -> 1
+        released 1 ->
+        7 waits for 1 -> asks 1 or 4
+        a dropped -> 7 gets b at 1+1, withdraws""",
+    "a viewed slot that is discarded drains until its last view has gone": """
+        base=2 taken=2; a viewed ->
+        a dropped ->
+        look -> a draining, 0 of 2 free, 1 in use
+        a dropped ->
+        7 waits for 2 -> asks 2 or 4
+        a unviewed -> 7 gets b at 1+2, withdraws
+        look -> b writing, 0 of 2 free""",
+    "a viewed slot that is released drains until its last view has gone": """
+        base=2 taken=2; a viewed ->
+        a submitted -> 1
+        released 1 ->
+        look -> a draining, 0 of 2 free, 1 in use
+        a dropped ->
+        7 waits for 2 -> asks 2 or 4
+        a unviewed -> 7 gets b at 1+2, withdraws
+        look -> b writing, 0 of 2 free""",
+    "a viewed slot that is evicted drains until its last view has gone": """
+        base=2; holds 2 -> a at 1+2 held
+        a viewed ->
+        a submitted -> 1
+        released 1 ->
+        a dropped ->
+        look -> a draining, 0 of 2 free, 1 in use
+        a dropped ->
+        7 waits for 2 -> asks 2 or 4
+        a unviewed -> 7 gets b at 1+2, withdraws
+        look -> b writing, 0 of 2 free""",
+    "a view that dies before its slot leaves changes nothing": """
+        base=1 taken=1; a viewed ->
+        a unviewed ->
+        look -> a writing, 0 of 1 free
+        a dropped ->
+        look -> 1 of 1 free""",
+    "only what was written or cached is submitted": """
+        base=4; takes 1 1 1 -> a at 1+1, b at 2+1, c at 3+1
+        b submitted -> 1
+        c viewed ->
+        c dropped ->
+        a dropped ->
+        a submitted -> refused: FREE: SUBMIT is
+        b submitted -> refused: SUBMITTED: SUBMIT is
+        c submitted -> refused: DRAINING: SUBMIT is""",
+    "leases in use are those in which this process may still write": """
+        lent 2 at 4+1 for 9 ->
+        lent 3 at 6+1 for 9 ->
+        lent 4 at 8+1 for 9 ->
+        lent 5 at 10+1 for 9 ->
+        lent 6 at 12+1 for 9 ->
+        takes 1 1 1 1 1 -> a at 4+1, b at 6+1, c at 8+1, d at 10+1, e at 12+1
+        b submitted -> 1
+        c viewed ->
+        c submitted -> 2
+        d viewed ->
+        d dropped ->
+        e dropped ->
+        look -> a writing, b submitted, c submitted, d draining, 1 of 5 free, 4 in use, 5 in use, expiry in 5""",
+    "a lease all of which is kept goes back": """
+        base=4 taken=4; lent 2 at 8+1 for 7 ->
+        takes 1 -> b at 8+1
+        a b submitted -> 1 2
+        kept 2 -> returns 2
+        kept 1 -> returns 1
+        look -> 0 of 0 free""",
+    "a slot that was split is the slots that it was split in": """
+        base=4; holds 3 -> a at 1+3 held
+        a split 1 2 -> b at 1+1 held, c at 2+2 held
+        look -> b writing, c writing, 1 of 4 free""",
+}
 
 
 def content(blocks: int) -> int:
@@ -59,53 +399,128 @@ def content(blocks: int) -> int:
     return blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
 
 
-def take(book: ClientBook, blocks: int = 1, *, held: bool = False) -> ClientSlotRecord:
-    slot = book.acquire(content(blocks), held=held)
-    assert slot is not None
-    book.check()
-    return slot
+class Teller:
+    """Carries a story's events out."""
+
+    def __init__(self, sizes: str, book_of: Callable[..., Any] = PairedClientBook) -> None:
+        words = sizes.split()
+        number = {name: int(value) for name, _, value in (word.partition("=") for word in words if "=" in word)}
+        waiting = [int(word) for word in words[1:]] if words[:1] == ["waiting"] else []
+        if waiting:
+            number = {"base": 1, "taken": 1, "lease": 1}
+        limits = ClientBookLimits(
+            client_id=1,
+            leasable_nbytes=24 * BLOCK_NBYTES,
+            max_leases=number.get("max_leases", 8),
+            lease_nbytes=number.get("lease", 4) * BLOCK_NBYTES + number.get("lease_bytes", 0),
+            lease_idle_s=5.0,
+        )
+        self.book = book_of(limits)
+        self.now = 100.0
+        self.slots: dict[str, ClientSlotRecord] = {}
+        self.token = 0
+        if "base" in number:
+            self.say(f"lent 1 at 1+{number['base']} for 0")
+        if "taken" in number:
+            self.say(f"takes {number['taken']}")
+        for ticket, blocks in enumerate(waiting, 1):
+            self.say(f"{ticket} waits for {blocks}")
+
+    def say(self, event: str) -> str:
+        """Has something happen; returns what the book says."""
+        words = event.split()
+        verb = next(word for word in words if not word.isdigit() and word not in self.slots)
+        slots = [self.slots[word] for word in words if word in self.slots]
+        numbers = [int(word) for word in words if word.isdigit()]
+        book, now = self.book, self.now
+        effects: Sequence[ClientEffect] = []
+        match verb:
+            case "lent":
+                start, blocks = map(int, words[3].split("+"))
+                token = numbers[-1] if "for" in words else book._token
+                effects = book.granted(LeaseGrant(token, numbers[0], start * BLOCK_NBYTES, blocks * BLOCK_NBYTES), now)
+            case "takes" | "holds":
+                had = [book.acquire(content(blocks), held=verb == "holds") for blocks in numbers]
+                return ", ".join("nothing" if slot is None else self.named(slot) for slot in had)
+            case "waits":
+                effects = book.queue(numbers[0], content(numbers[1]), held="held" in words)
+            case "leaves":
+                effects = book.cancel(numbers[0])
+            case "prefetches":
+                effects = book.prefetch(content(numbers[0]))
+            case "submitted":
+                numbers = [book.submit(slot) - (1 << GENERATION_BITS) for slot in slots]
+                for slot in slots:
+                    assert slot.ref() == SlotRef(slot.lease.lease_id, slot.offset, slot.nbytes, slot.generation)
+                return " ".join(map(str, numbers))
+            case "released":
+                effects, unknown = book.released([number + (1 << GENERATION_BITS) for number in numbers], now)
+                return self.told([*effects, *([f"{unknown} unknown"] if unknown else [])])
+            case "dropped":
+                effects = [effect for slot in slots for effect in book.give_up(slot, now)]
+            case "viewed":
+                slots[0].viewed = True
+            case "unviewed":
+                effects = book.last_view_gone(slots[0], now)
+            case "kept":
+                effects = book.kept(numbers[0] + (1 << GENERATION_BITS), now)
+            case "split":
+                return ", ".join(map(self.named, book.split(slots[0], [content(blocks) for blocks in numbers])))
+            case "recalled":
+                effects = book.recalled(numbers)
+            case "moment" | "moments":
+                effects = [effect for _ in range(*numbers or [1]) for effect in book.moment_passed()]
+            case "seconds":
+                self.now += numbers[0]
+                effects = book.expire(self.now)
+            case "look":
+                return self.look()
+        book.check()
+        return self.told(effects)
+
+    def look(self) -> str:
+        book = self.book
+        there = {name: slot for name, slot in self.slots.items() if slot.state not in (ClientSlot.FREE, ClientSlot.KEPT)}
+        states = [slot.state for slot in there.values()]
+        assert [book.count(state) for state in ClientSlot] == [states.count(state) for state in ClientSlot]
+        draining = [slot.blocks for slot in there.values() if slot.state is ClientSlot.DRAINING]
+        assert book.draining_nbytes() == sum(draining) * BLOCK_NBYTES
+        said = [f"{name} {slot.state.name}".lower() for name, slot in there.items()]
+        said += [f"{book.free_nbytes // BLOCK_NBYTES} of {book.leased_nbytes // BLOCK_NBYTES} free"]
+        said += [f"{lease_id} in use" for lease_id in book.leases_in_use()]
+        expiry = book.next_expiry()
+        return ", ".join([*said, *([f"expiry in {expiry - self.now:g}"] if expiry is not None else [])])
+
+    def named(self, slot: ClientSlotRecord) -> str:
+        """A slot that is new, by a name of its own, and where it is."""
+        name = next(letter for letter in "abcdefghij" if letter not in self.slots)
+        self.slots[name] = slot
+        assert (slot.offset, slot.nbytes) == (slot.start * BLOCK_NBYTES, content(slot.blocks))
+        assert slot.state is ClientSlot.WRITING
+        return f"{name} at {slot.start}+{slot.blocks}{' held' if slot.held else ''}"
+
+    def told(self, effects: Sequence[ClientEffect | str]) -> str:
+        return ", ".join(effect if isinstance(effect, str) else self.told_one(effect) for effect in effects)
+
+    def told_one(self, effect: ClientEffect) -> str:
+        match effect:
+            case Acquired(ticket, slot):
+                return f"{ticket} gets {self.named(slot)}"
+            case Send(LeaseReturn(lease_ids)):
+                return f"returns {' '.join(map(str, lease_ids))}"
+            case Send(LeaseRequest(token, nbytes, preferred, 0, waits)):
+                self.token += 1
+                assert token == self.token
+                blocks, preferred = nbytes // BLOCK_NBYTES, -(-preferred // BLOCK_NBYTES)
+                if not nbytes:
+                    return "withdraws"
+                return f"{'asks' if waits else 'wishes'} {blocks}" + (f" or {preferred}" if preferred != blocks else "")
+        raise NotImplementedError(effect)
 
 
-def submitted(book: ClientBook, blocks: int = 1, *, held: bool = False) -> ClientSlotRecord:
-    slot = take(book, blocks, held=held)
-    book.submit(slot)
-    return slot
-
-
-def asks(token: int, blocks: int, preferred: int | None = None) -> Send:
-    preferred = blocks if preferred is None else preferred
-    return Send(LeaseRequest(token, blocks * BLOCK_NBYTES, preferred * BLOCK_NBYTES))
-
-
-def wishes(token: int, blocks: int) -> Send:
-    """Asks for a lease that nobody waits for."""
-    return Send(LeaseRequest(token, blocks * BLOCK_NBYTES, blocks * BLOCK_NBYTES, waits=False))
-
-
-def gives_back(*lease_ids: int) -> Send:
-    return Send(LeaseReturn(lease_ids))
-
-
-def tickets(effects: Sequence[ClientEffect]) -> list[int]:
-    return [effect.ticket for effect in effects if isinstance(effect, Acquired)]
-
-
-def refuses(error: type[Exception], match: str, book: ClientBook, event: Callable[[], object]) -> None:
-    before = plain(book)
-    with pytest.raises(error, match=match):
-        event()
-    assert plain(book) == before
-
-
-# -- leases --------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_granted_lease_can_be_used() -> None:
-    book = base_book(4)
-    assert (book.leased_nbytes, book.free_nbytes) == (4 * BLOCK_NBYTES, 4 * BLOCK_NBYTES)
-    slot = take(book, 3)
-    assert (slot.start, slot.blocks, slot.nbytes, slot.offset) == (1, 3, content(3), BLOCK_NBYTES)
-    assert (book.leased_nbytes, book.free_nbytes) == (4 * BLOCK_NBYTES, BLOCK_NBYTES)
+@for_each("story", STORIES.values(), ids=STORIES)
+def test_stories(story: str) -> None:
+    tell(story, Teller)
 
 
 @pytest.mark.parametrize(
@@ -121,390 +536,44 @@ def test_a_granted_lease_can_be_used() -> None:
     ],
 )
 def test_a_grant_outside_the_leasable_memory_is_refused(offset: int, nbytes: int) -> None:
-    book = base_book()
-    refuses(RemoteProtocolError, "lease 9 .* is no range", book, lambda: book.granted(LeaseGrant(0, 9, offset, nbytes), NOW))
-
-
-def test_a_grant_may_reach_to_the_end_of_the_leasable_memory() -> None:
-    assert grant(make_book(), 1, 1, 24, token=0) == []
-
-
-@pytest.mark.parametrize(("lease_id", "start", "blocks"), [(1, 10, 2), (2, 4, 1), (2, 1, 1), (2, 4, 8), (2, 1, 24)])
-def test_what_is_lent_already_is_not_granted_again(lease_id: int, start: int, blocks: int) -> None:
-    book = base_book(4)
-    again = LeaseGrant(0, lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES)
-    refuses(RemoteProtocolError, "is lent already", book, lambda: book.granted(again, NOW))
-
-
-def test_where_a_slot_became_the_engines_another_lease_may_lie_and_nothing_else_may() -> None:
-    book = base_book(4)
-    first, kept, third = take(book), submitted(book), submitted(book)
-    book.kept(kept.generation, NOW)
-    for start in (first.start, third.start, third.start + 1):  # a slot here, one with the engine, and what is free
-        again = LeaseGrant(9, 2, start * BLOCK_NBYTES, BLOCK_NBYTES)
-        refuses(RemoteProtocolError, "is lent already", book, lambda again=again: book.granted(again, NOW))
-    assert grant(book, 2, kept.start, 1, token=9) == []
-    book.check()
-
-
-def test_a_recalled_lease_that_is_empty_goes_back_at_once() -> None:
-    book = base_book()
-    assert book.recalled([1]) == [gives_back(1)]
-    assert book.leases == {}
-    assert book.recalled([1]) == []  # the recall and the return may cross
-
-
-def test_a_recalled_lease_in_use_takes_no_slot_and_goes_back_when_empty() -> None:
-    book = base_book()
-    first, second = take(book), take(book)
-    assert book.recalled([1, 77]) == []
-    assert book.acquire(1, held=False) is None
-    assert book.give_up(first, NOW) == []
-    assert book.give_up(second, NOW) == [gives_back(1)]
-    book.check()
-
-
-def test_a_further_lease_that_was_empty_for_long_goes_back() -> None:
-    book = base_book()
-    grant(book, 2, 10, 4, token=9, now=NOW)
-    assert book.next_expiry() == NOW + IDLE_S
-    assert book.expire(NOW + IDLE_S - 0.1) == []
-    assert book.expire(NOW + IDLE_S) == [gives_back(2)]
-    assert list(book.leases) == [1]
-
-
-def test_the_base_lease_stays_however_long_it_is_empty() -> None:
-    book = base_book()
-    assert book.next_expiry() is None
-    assert book.expire(NOW + 1e9) == []
-
-
-def test_a_lease_is_idle_since_its_last_slot_left_it() -> None:
-    book = make_book()
-    grant(book, 2, 10, 4, token=9, now=NOW)
-    slot = take(book)
-    assert book.next_expiry() is None
-    assert book.expire(NOW + 1000) == []
-    book.give_up(slot, NOW + 20)
-    assert book.next_expiry() == NOW + 20 + IDLE_S
-    assert book.expire(NOW + IDLE_S) == []
-    assert book.expire(NOW + 20 + IDLE_S) == [gives_back(2)]
-
-
-def test_idle_leases_expire_each_in_its_time_and_return_together() -> None:
-    book = make_book()
-    for lease_id, now in ((2, NOW), (3, NOW + 1), (4, NOW + 2)):
-        grant(book, lease_id, 4 * lease_id, 4, token=9, now=now)
-    assert book.next_expiry() == NOW + IDLE_S
-    assert book.expire(NOW + IDLE_S + 1) == [gives_back(2, 3)]
-    assert book.next_expiry() == NOW + 2 + IDLE_S
-
-
-# -- acquiring -----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_slot_is_where_the_message_says() -> None:
-    book = base_book()
-    take(book)
-    slot = take(book, 2)
-    assert book.submit(slot) == (1 << GENERATION_BITS) + 1
-    assert slot.ref() == SlotRef(1, 2 * BLOCK_NBYTES, content(2), (1 << GENERATION_BITS) + 1)
-
-
-def test_out_of_order_release_blocks_nothing() -> None:
-    book = base_book(3)
-    first, second, third = (submitted(book) for _ in range(3))
-    book.released([second.generation], NOW)
-    assert take(book).start == second.start
-    book.released([third.generation, first.generation], NOW)
-    assert {take(book).start, take(book).start} == {first.start, third.start}
-
-
-def test_without_a_lease_that_fits_nothing_is_taken_and_nothing_is_asked() -> None:
-    book = base_book(2)
-    before = plain(book)
-    assert book.acquire(content(3), held=False) is None
-    assert plain(book) == before
+    teller = Teller("base=4")
+    before = plain(teller.book)
+    with pytest.raises(RemoteProtocolError, match=r"lease 9 .* is no range"):
+        teller.book.granted(LeaseGrant(0, 9, offset, nbytes), teller.now)
+    assert plain(teller.book) == before
 
 
 def test_what_can_never_fit_fails_at_once() -> None:
-    book = base_book()
+    book = Teller("base=4").book
     too_much = content(24) + 1
-    for event in (lambda: book.acquire(too_much, held=False), lambda: book.queue(1, too_much, held=False)):
-        refuses(CapacityError, "raise its slab_nbytes", book, event)
-    with pytest.raises(CapacityError) as caught:
-        book.check_capacity(too_much)
-    assert (caught.value.needed, caught.value.capacity) == (too_much, content(24))
+    before = plain(book)
+    for event in (book.acquire, lambda nbytes, held: book.queue(1, nbytes, held=held)):
+        with pytest.raises(CapacityError, match="raise its slab_nbytes") as caught:
+            event(too_much, held=False)
+        assert (caught.value.needed, caught.value.capacity) == (too_much, content(24))
     book.check_capacity(content(24))
+    assert plain(book) == before
 
 
-def test_a_waiter_that_fits_is_served_at_once() -> None:
-    book = base_book()
-    [effect] = book.queue(5, content(2), held=True)
-    assert isinstance(effect, Acquired)
-    assert (effect.ticket, effect.slot.blocks, effect.slot.held, effect.slot.state) == (5, 2, True, ClientSlot.WRITING)
-    assert book.waiting == 0
-
-
-def test_a_waiter_that_does_not_fit_asks_for_a_lease() -> None:
-    book = base_book(2)
-    take(book, 2)
-    assert book.queue(5, content(1), held=False) == [asks(1, 1, preferred=4)]
-    assert book.waiting == 1
-    assert tickets(grant(book, 2, 10, 4)) == [5]
-    assert book.waiting == 0
-
-
-@for_each(("blocks", "preferred"), [(1, 4), (2, 4), (3, 3), (4, 4), (9, 9)])
-def test_a_small_need_prefers_a_whole_lease_and_a_large_one_is_sized_exactly(blocks: int, preferred: int) -> None:
-    assert make_book(lease_blocks=4).queue(1, content(blocks), held=False) == [asks(1, blocks, preferred)]
-
-
-def test_nobody_overtakes_the_first_who_waits() -> None:
-    book = base_book(4)
-    keep, other = take(book, 2), take(book, 1)
-    book.queue(1, content(3), held=False)
-    assert book.queue(2, content(1), held=False) == []  # one block is free
-    assert book.acquire(content(1), held=False) is None
-    assert book.give_up(other, NOW) == []
-    assert tickets(grant(book, 2, 10, 3)) == [1, 2]
-    book.give_up(keep, NOW)
-    book.check()
-
-
-def test_a_cancelled_waiter_passes_its_turn_on() -> None:
-    book = base_book(4)
-    take(book, 2)
-    assert book.queue(1, content(3), held=False) == [asks(1, 3)]
-    assert book.queue(2, content(2), held=False) == []
-    effects = book.cancel(1)
-    assert tickets(effects) == [2]
-    assert effects[1:] == [asks(2, 0)]  # nobody needs the lease any more
-    assert book.cancel(1) == []
-
-
-def test_a_cancelled_waiter_behind_the_first_changes_nothing_for_it() -> None:
-    book = base_book(1)
-    take(book)
-    assert book.queue(1, content(2), held=False) == [asks(1, 2, preferred=4)]
-    assert book.queue(2, content(5), held=False) == []
-    assert book.cancel(2) == []
-    assert tickets(grant(book, 2, 10, 4)) == [1]
-
-
-def test_the_next_waiters_need_replaces_the_request_of_the_first() -> None:
-    book = base_book(1)
-    take(book)
-    book.queue(1, content(3), held=False)
-    book.queue(2, content(5), held=False)
-    assert book.cancel(1) == [asks(2, 5)]
-
-
-def test_the_next_waiter_with_the_same_need_keeps_the_request() -> None:
-    book = base_book(1)
-    take(book)
-    book.queue(1, content(3), held=False)
-    book.queue(2, content(3), held=False)
-    assert book.cancel(1) == []
-    assert tickets(grant(book, 2, 10, 3)) == [2]
-
-
-def test_after_a_grant_the_next_waiter_asks_again() -> None:
-    book = base_book(1)
-    take(book)
-    book.queue(1, content(3), held=False)
-    book.queue(2, content(3), held=False)
-    effects = grant(book, 2, 10, 3)
-    assert tickets(effects) == [1]
-    assert effects[1:] == [asks(2, 3)]
-
-
-def test_a_grant_that_crossed_a_newer_request_does_not_answer_it() -> None:
-    book = base_book(1)
-    take(book)
-    book.queue(1, content(2), held=False)
-    book.queue(2, content(5), held=False)
-    assert book.cancel(1) == [asks(2, 5)]
-    assert grant(book, 2, 10, 4, token=1) == [gives_back(2)]  # too small for who is first now
-    assert tickets(grant(book, 3, 10, 5, token=2)) == [2]
-
-
-def test_a_grant_that_crossed_its_withdrawal_is_kept_until_it_is_idle() -> None:
-    book = base_book(1)
-    take(book)
-    book.queue(1, content(2), held=False)
-    assert book.cancel(1) == [asks(2, 0)]
-    assert grant(book, 2, 10, 4, token=1) == []
-    assert take(book, 2).lease.lease_id == 2
-
-
-def test_while_somebody_waits_what_is_empty_goes_back() -> None:
-    book = base_book(2)
-    slot = take(book, 2)
-    grant(book, 2, 10, 2, token=9)
-    assert book.queue(1, content(4), held=False) == [gives_back(2), asks(1, 4)]
-    assert book.give_up(slot, NOW) == [gives_back(1)]  # the base lease too: it could not hold what is needed
-    assert book.leases == {}
-    assert tickets(grant(book, 3, 1, 4)) == [1]
-    book.check()
-
-
-def test_no_more_leases_are_asked_for_than_a_client_may_hold() -> None:
-    book = base_book(2, max_leases=2)
-    slot = take(book, 2)
-    grant(book, 2, 10, 2, token=9)
-    take(book, 2)
-    assert book.queue(1, content(2), held=False) == []
-    assert book.queue(2, content(2), held=False) == []
-    assert tickets(book.give_up(slot, NOW)) == [1]
-
-
-def test_at_max_leases_the_need_is_asked_for_when_a_lease_has_gone_back() -> None:
-    book = base_book(2, max_leases=1)
-    slot = take(book, 2)
-    assert book.queue(1, content(3), held=False) == []
-    assert book.give_up(slot, NOW) == [gives_back(1), asks(1, 3)]
-
-
-def test_a_prefetch_asks_for_a_lease_without_waiting() -> None:
-    book = base_book(2)
-    take(book, 2)
-    assert book.prefetch(content(3)) == [wishes(1, 3)]
-    assert book.prefetch(content(3)) == []
-    assert book.waiting == 0
-    assert grant(book, 2, 10, 3) == []
-    assert take(book, 3).lease.lease_id == 2
-
-
-def test_a_prefetch_is_fulfilled_once() -> None:
-    book = base_book(2)
-    take(book, 2)
-    book.prefetch(content(3))
-    grant(book, 2, 10, 3)
-    slot = take(book, 3)
-    assert book.give_up(slot, NOW) == []
-    assert book.expire(NOW + IDLE_S) == [gives_back(2)]
-    assert book.recalled([]) == []
-
-
-def test_a_waiter_comes_before_a_prefetch() -> None:
-    book = base_book(2)
-    take(book, 2)
-    assert book.prefetch(content(3)) == [wishes(1, 3)]
-    assert book.queue(1, content(4), held=False) == [asks(2, 4)]
-    assert tickets(grant(book, 2, 10, 4)) == [1]
-
-
-def test_who_waits_for_what_was_wished_for_says_that_he_waits() -> None:
-    book = base_book(2)
-    take(book, 2)
-    assert book.prefetch(content(3)) == [wishes(1, 3)]
-    assert book.queue(1, content(3), held=False) == [asks(2, 3)]
-    assert book.cancel(1) == [wishes(3, 3)]
-
-
-# -- who waits for what does not come ------------------------------------------------------------------------------------------
-
-
-def pass_moments(book: ClientBook, moments: int) -> list[ClientEffect]:
-    effects = [effect for _ in range(moments) for effect in book.moment_passed()]
-    book.check()
-    return effects
-
-
-def waiting_book(*blocks: int) -> ClientBook:
-    """A book with one block, which is taken, and waiters 1, 2, ... for so many blocks."""
-    book = base_book(1, lease_blocks=1)
-    take(book)
-    for ticket, wanted in enumerate(blocks, 1):
-        book.queue(ticket, content(wanted), held=False)
-    return book
-
-
-def test_who_waits_in_vain_lets_smaller_ones_pass() -> None:
-    book = waiting_book(5, 2)
-    assert pass_moments(book, 1) == []
-    assert pass_moments(book, 1) == [asks(2, 2)]  # in the place of what the first waits for
-    assert tickets(grant(book, 2, 10, 2)) == [2]
-    assert book.waiting == 1
-
-
-def test_who_lets_others_pass_asks_where_nobody_else_does() -> None:
-    book = waiting_book(5, 2)
-    pass_moments(book, 2)
-    assert grant(book, 2, 10, 2)[1:] == [asks(3, 5)]
-    assert tickets(grant(book, 3, 12, 5)) == [1]
-
-
-def test_smaller_ones_that_come_later_pass_as_well() -> None:
-    book = waiting_book(5, 2)
-    pass_moments(book, 2)
-    grant(book, 2, 10, 2)
-    assert book.queue(3, content(3), held=False) == [asks(4, 3)]
-    assert book.acquire(content(1), held=False) is None, "who waits in line comes first all the same"
-
-
-def test_who_lets_others_pass_takes_what_fits() -> None:
-    book = waiting_book(5, 2)
-    pass_moments(book, 2)
-    assert tickets(grant(book, 2, 10, 5, token=1)) == [1], "that crossed the request of the smaller one"
-
-
-def test_who_wants_as_much_or_more_does_not_pass() -> None:
-    book = waiting_book(10, 11, 10, 4)
-    assert pass_moments(book, 2) == [asks(2, 4)]
-    effects = grant(book, 2, 2, 4)
-    assert tickets(effects) == [4]
-    assert effects[1:] == [asks(3, 10)]
-    assert tickets(grant(book, 3, 6, 11)) == [1], "the second wanted all of it"
-
-
-def test_who_waits_alone_or_before_larger_ones_has_its_turn_as_long_as_it_likes() -> None:
-    book = waiting_book(5, 5)
-    assert pass_moments(book, 50) == []
-    book.queue(3, content(2), held=False)
-    assert pass_moments(book, 1) == [asks(2, 2)], "it has waited for long already"
-    assert pass_moments(book, 1) == []
-    assert pass_moments(book, 1) == [asks(3, 5)]
-
-
-def test_for_those_behind_who_has_the_turn_time_stands_still() -> None:
-    """Else the second would have used its patience up whenever the first has its turn again, and the third never had one."""
-    book = waiting_book(5, 3, 2)
-    assert pass_moments(book, 2) == [asks(2, 3)]
-    assert pass_moments(book, 2) == [asks(3, 5)]  # the second begins to rest
-    assert pass_moments(book, 3) == []
-    assert pass_moments(book, 1) == [asks(4, 2)]
-    assert pass_moments(book, 1) == []
-    assert pass_moments(book, 1) == [asks(5, 3)]  # it has rested
-    assert pass_moments(book, 1) == []
-    assert pass_moments(book, 1) == [asks(6, 5)]
-
-
-def test_each_turn_and_each_rest_is_twice_as_long_as_the_last() -> None:
-    book = waiting_book(5, 2)
-    for moments in (2, 4, 8, 16):
-        assert pass_moments(book, moments - 1) == []
-        [request] = pass_moments(book, 1)
-        assert request == asks(book._token, 2), "it rests"
-        assert pass_moments(book, moments - 1) == []
-        [request] = pass_moments(book, 1)
-        assert request == asks(book._token, 5), "it has its turn"
+def test_a_slot_has_room_for_its_header() -> None:
+    slot = Teller("base=2").book.acquire(BLOCK_NBYTES, held=False)
+    assert slot.blocks == 2
 
 
 @for_each("kept_for", [1, 3, 10, 40])
 def test_a_stream_of_small_ones_does_not_overtake_a_large_one_for_ever(kept_for: int) -> None:
     """There are twelve blocks. Small slots come in each moment, and each is kept for a while."""
-    book = base_book(12)
-    slots = [take(book, 3) for _ in range(4)]
-    leaves = dict(zip(slots, itertools.count(1), strict=False))  # when
+    teller = Teller("base=12")
+    teller.say("takes 3 3 3 3")
+    book = teller.book
+    leaves = dict(zip(teller.slots.values(), itertools.count(1), strict=False))  # when
     book.queue(0, content(12), held=False)
     is_lent, is_wanted, passed = True, True, 0
     for moment in range(1, 12 * kept_for + 12):
-        effects = book.queue(moment, content(3), held=False) + pass_moments(book, 1)
+        effects = book.queue(moment, content(3), held=False) + book.moment_passed()
         for slot in [slot for slot, when in leaves.items() if when <= moment]:
             del leaves[slot]
-            effects += book.give_up(slot, NOW)
+            effects += book.give_up(slot, teller.now)
         while effects:
             match effects.pop(0):
                 case Acquired(0, _):
@@ -519,214 +588,9 @@ def test_a_stream_of_small_ones_does_not_overtake_a_large_one_for_ever(kept_for:
                     is_wanted = nbytes > 0
             if is_wanted and not is_lent:
                 is_wanted, is_lent = False, True
-                effects += grant(book, moment + 1, 1, 12)
+                again = LeaseGrant(book._token, moment + 1, BLOCK_NBYTES, 12 * BLOCK_NBYTES)
+                effects += book.granted(again, teller.now)
     pytest.fail("the large one was never served")
-
-
-def test_who_rests_and_leaves_passes_nothing_on() -> None:
-    book = waiting_book(5, 6, 2)
-    pass_moments(book, 2)
-    assert book.cancel(1) == [asks(3, 6)], "the second has the turn that waited with the first"
-    assert pass_moments(book, 2) == [asks(4, 2)]
-
-
-def test_whoever_has_the_turn_and_leaves_gives_it_back() -> None:
-    book = waiting_book(5, 3, 2)
-    pass_moments(book, 2)
-    assert book.cancel(2) == [asks(3, 2)]
-    assert book.cancel(3) == [asks(4, 5)]
-    assert book.cancel(1) == [asks(5, 0)]
-    assert pass_moments(book, 3) == []
-
-
-def test_what_is_empty_goes_back_while_somebody_rests() -> None:
-    book = waiting_book(5, 2)
-    pass_moments(book, 2)
-    [acquired, *_] = grant(book, 2, 10, 2)
-    assert isinstance(acquired, Acquired)
-    assert book.give_up(acquired.slot, NOW) == [gives_back(2)]
-
-
-def test_a_wish_waits_for_who_rests() -> None:
-    book = waiting_book(5, 2)
-    pass_moments(book, 2)
-    assert book.prefetch(content(1)) == []
-    assert book.cancel(1) == []
-    assert book.cancel(2) == [wishes(3, 1)]
-
-
-def test_no_moment_passes_for_nobody() -> None:
-    book = base_book()
-    before = plain(book)
-    assert book.moment_passed() == []
-    assert plain(book) == before
-
-
-# -- using ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_generations_grow_and_are_the_clients_own() -> None:
-    book = base_book(4)
-    generations = [submitted(book).generation for _ in range(3)]
-    assert generations == [(1 << GENERATION_BITS) + n for n in (1, 2, 3)]
-    book.released(generations, NOW)
-    assert submitted(book).generation == (1 << GENERATION_BITS) + 4
-
-
-def test_a_released_slot_is_free_again() -> None:
-    book = base_book(1)
-    slot = submitted(book)
-    assert (book.count(ClientSlot.SUBMITTED), book.free_nbytes) == (1, 0)
-    assert book.released([slot.generation], NOW) == ([], 0)
-    assert (slot.state, book.free_nbytes) == (ClientSlot.FREE, BLOCK_NBYTES)
-    book.check()
-
-
-def test_a_release_serves_the_first_waiting_caller() -> None:
-    book = base_book(1)
-    slot = submitted(book)
-    book.queue(7, content(1), held=False)
-    effects, unknown = book.released([slot.generation], NOW)
-    assert (tickets(effects), unknown) == ([7], 0)
-
-
-def test_stale_and_doubled_releases_are_counted_and_do_nothing() -> None:
-    book = base_book(4)
-    slot, other = submitted(book), submitted(book)
-    assert book.released([slot.generation, slot.generation, 5, 2**64 - 1], NOW) == ([], 3)
-    assert book.released([slot.generation], NOW) == ([], 1)
-    assert other.state is ClientSlot.SUBMITTED
-    assert book.free_nbytes == 3 * BLOCK_NBYTES
-    book.check()
-
-
-def test_a_held_slot_that_is_released_is_cached_and_can_be_submitted_again() -> None:
-    book = base_book(1)
-    slot = submitted(book, held=True)
-    first = slot.generation
-    assert book.released([first], NOW) == ([], 0)
-    assert (slot.state, book.count(ClientSlot.CACHED), book.free_nbytes) == (ClientSlot.CACHED, 1, 0)
-    assert book.submit(slot) > first
-    assert (slot.state, book.count(ClientSlot.CACHED)) == (ClientSlot.SUBMITTED, 0)
-    assert book.released([first], NOW) == ([], 1)  # the old generation means it no more
-    book.check()
-
-
-def test_a_slot_given_up_while_it_is_written_is_free() -> None:
-    book = base_book(1)
-    slot = take(book, held=True)
-    assert book.give_up(slot, NOW) == []
-    assert (slot.state, book.free_nbytes) == (ClientSlot.FREE, BLOCK_NBYTES)
-    assert book.give_up(slot, NOW) == []  # twice is once
-    assert book.free_nbytes == BLOCK_NBYTES
-    book.check()
-
-
-def test_a_slot_given_up_while_the_engine_has_it_comes_back_with_its_release() -> None:
-    book = base_book(1)
-    slot = submitted(book, held=True)
-    assert book.give_up(slot, NOW) == []
-    assert slot.state is ClientSlot.SUBMITTED
-    assert book.released([slot.generation], NOW) == ([], 0)
-    assert slot.state is ClientSlot.FREE
-
-
-def test_a_cached_slot_given_up_is_free() -> None:
-    book = base_book(1)
-    slot = submitted(book, held=True)
-    book.released([slot.generation], NOW)
-    book.queue(7, content(1), held=False)
-    assert tickets(book.give_up(slot, NOW)) == [7]
-    book.check()
-
-
-@for_each("way", ["discarded", "released", "evicted"])
-def test_a_slot_that_is_viewed_drains_until_its_last_view_has_gone(way: str) -> None:
-    book = base_book(2)
-    slot = take(book, 2, held=way == "evicted")
-    slot.viewed = True
-    if way != "discarded":
-        book.submit(slot)
-        book.released([slot.generation], NOW)
-    if way != "released":
-        book.give_up(slot, NOW)
-    assert (slot.state, book.count(ClientSlot.DRAINING)) == (ClientSlot.DRAINING, 1)
-    assert (book.draining_nbytes(), book.free_nbytes) == (2 * BLOCK_NBYTES, 0)
-    book.check()
-    assert book.give_up(slot, NOW) == []
-    book.queue(7, content(2), held=False)
-    assert tickets(book.last_view_gone(slot, NOW)) == [7]
-    assert (slot.state, book.draining_nbytes()) == (ClientSlot.FREE, 0)
-    book.check()
-
-
-def test_a_view_that_dies_before_its_slot_leaves_changes_nothing() -> None:
-    book = base_book(1)
-    slot = take(book)
-    slot.viewed = True
-    assert book.last_view_gone(slot, NOW) == []
-    assert slot.state is ClientSlot.WRITING
-    book.give_up(slot, NOW)
-    assert slot.state is ClientSlot.FREE
-
-
-def test_only_what_was_written_or_cached_is_submitted() -> None:
-    book = base_book(4)
-    gone, sent, draining = take(book), submitted(book), take(book)
-    book.give_up(gone, NOW)
-    draining.viewed = True
-    book.give_up(draining, NOW)
-    for slot in (gone, sent, draining):
-        refuses(LocalProtocolError, f"{slot.state.name}: SUBMIT", book, partial(book.submit, slot))
-
-
-def test_a_lease_empty_time_is_when_its_last_slot_left() -> None:
-    book = make_book()
-    grant(book, 2, 10, 4, token=9, now=NOW)
-    sent, viewed = submitted(book), take(book)
-    viewed.viewed = True
-    book.released([sent.generation], NOW + 1)
-    book.give_up(viewed, NOW + 2)
-    assert book.next_expiry() is None
-    book.last_view_gone(viewed, NOW + 3)
-    assert book.next_expiry() == NOW + 3 + IDLE_S
-
-
-def test_a_lease_of_the_preferred_size_is_used_though_that_is_no_whole_number_of_blocks() -> None:
-    """The engine lends whole blocks. A lease that is refused as too large would be returned and asked for again, for ever."""
-    limits = ClientBookLimits(1, 24 * BLOCK_NBYTES, 8, 4 * BLOCK_NBYTES + 1, IDLE_S)
-    book = ClientBook(limits)
-    grant(book, 1, 1, 5, token=0)
-    take(book, 5)
-    [request] = book.queue(1, content(1), held=False)
-    assert isinstance(request, Send)
-    [acquired] = grant(book, 2, 6, 5)
-    assert isinstance(acquired, Acquired)
-
-
-def test_leases_in_use_are_those_this_process_may_still_write() -> None:
-    book = make_book()
-    for lease_id in (2, 3, 4, 5, 6):
-        grant(book, lease_id, 2 * lease_id, 1, token=9)
-    slots = {slot.lease.lease_id: slot for slot in (take(book) for _ in range(5))}
-    book.submit(slots[3])  # the engine's
-    slots[4].viewed = True
-    book.submit(slots[4])  # the engine's, but viewed here
-    slots[5].viewed = True
-    book.give_up(slots[5], NOW)  # draining
-    book.give_up(slots[6], NOW)  # free
-    assert book.leases_in_use() == (4, 5), "the first was never written to, or its writer has said that it is viewed"
-
-
-def test_counts_are_by_state() -> None:
-    book = base_book(4)
-    take(book)
-    submitted(book)
-    submitted(book)
-    assert [book.count(state) for state in ClientSlot] == [0, 1, 2, 0, 0, 0]
-
-
-# -- check ---------------------------------------------------------------------------------------------------------------------
 
 
 def lose_a_block(book: ClientBook, _: ClientSlotRecord) -> None:
@@ -751,42 +615,10 @@ def mistake_its_state(book: ClientBook, slot: ClientSlotRecord) -> None:
 
 @for_each("kind", [COMPILED, MODELS], ids=["compiled", "model"])
 @for_each("damage", [lose_a_block, overlap, keep_a_free_slot, lose_its_lease, mistake_its_state])
-def test_check_finds_a_damaged_book(
-    kind: Books, damage: Callable[[ClientBook, ClientSlotRecord], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(globals(), "ClientBook", kind.client)
-    book = base_book(4)
-    slot = take(book)
-    submitted(book)
-    book.check()
-    damage(book, slot)
+def test_check_finds_a_damaged_book(kind: Books, damage: Callable[[ClientBook, ClientSlotRecord], None]) -> None:
+    teller = Teller("base=4", kind.client)
+    teller.say("takes 1 1")
+    teller.say("b submitted")
+    damage(teller.book, teller.slots["a"])
     with pytest.raises(AssertionError):
-        book.check()
-
-
-# -- what is kept, and what is split ---------------------------------------------------------------------------------------
-
-
-def test_a_slot_has_room_for_its_header() -> None:
-    book = base_book(blocks=2)
-    slot = book.acquire(BLOCK_NBYTES, held=False)
-    assert slot is not None
-    assert (slot.blocks, book.free_nbytes) == (2, 0)
-
-
-def test_a_lease_all_of_which_is_kept_goes_back() -> None:
-    book = base_book()
-    grant(book, 2, 8, 1, token=7)
-    base, other = [submitted(book, blocks) for blocks in (4, 1)]
-    assert book.kept(other.generation, NOW) == [Send(LeaseReturn((2,)))]
-    assert book.kept(base.generation, NOW) == [Send(LeaseReturn((1,)))]
-    assert (book.leased_nbytes, dict(book.leases)) == (0, {})
-    book.check()
-
-
-def test_a_slot_that_was_split_is_the_slots_that_it_was_split_in() -> None:
-    book = base_book()
-    parts = book.split(take(book, 3, held=True), [content(1), content(2)])
-    assert [(part.start, part.blocks) for part in parts] == [(1, 1), (2, 2)]
-    assert book.count(ClientSlot.WRITING) == 2
-    book.check()
+        teller.book.check()

@@ -1,84 +1,406 @@
-"""The engine's book: unit tests of each behaviour. The model test is in test_engine_book_machine.py.
+"""The engine's book: requests and their slots, clients that go, replies, and what is kept.
 
-Sizes are in blocks. A book of ``book(leasable=12)`` lends the blocks 1 to 12; its reply reserve follows.
+One story a case (:class:`tests.core.stories.EngineTeller`). Who gets which lease is told in test_leases_as_stories.py; random
+events are in test_engine_book_machine.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from shmring.core.compiled import EngineBook
-from shmring.core.effects import (
-    Answered,
-    ClientGone,
-    EngineEffect,
-    Granted,
-    Recalled,
-    Reclaimed,
-    Released,
-    ReplyGranted,
-    ReplySlot,
-    RequestAborted,
-)
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry, blocks_for, slot_blocks
-from shmring.core.messages import KEPT_LEASE_ID, SLOT_HEADER_NBYTES, Found, LeaseGrant, SlotRef
-from shmring.core.states import EngineSlot, Lease, RequestEvent
-from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
+from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, blocks_for, slot_blocks
+from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
+from shmring.core.states import Lease
+from shmring.errors import CapacityError, RemoteProtocolError
+from tests.core.stories import EngineTeller, tell
 from tests.model.state import plain
 from tests.simulation.books import COMPILED, MODELS, Books
 from tests.tables import for_each
 
 ONE_SLOT = BLOCK_NBYTES - SLOT_HEADER_NBYTES
+FIRST, SECOND = 1 << GENERATION_BITS | 1, 1 << GENERATION_BITS | 2
+
+STORIES = {
+    "a submission publishes its slots": """
+        1 connects 4 -> 1 gets 1 at 1+4
+        1 submits 0 1@1 2@2+3 ->
+        look -> 1 has 1 published, 1 has 2 published, 8 free, 4 for replies""",
+    "a request may have no slot, and numbers may be left out": """
+        1 connects 4 -> 1 gets 1 at 1+4
+        1 submits 3 ->
+        1 submits 9 5@1 1000@2 ->
+        look -> 1 has 5 published, 1 has 1000 published, 8 free, 4 for replies""",
+    "a slot that was released can be published again under a new generation": """
+        clients=1; 1 submits 1 1@1 ->
+        1 aborts 1 -> 1 aborted 1, 1 released 1
+        1 submits 2 2@1 ->
+        1 aborts 2 -> 1 aborted 2, 1 released 2
+        1 submits 3 3@1 ->""",
+    "who asks for nothing has a base lease of a block": "1 connects 0 -> 1 gets 1 at 1+1",
+    "slots of one submission may not overlap or share a generation": """
+        submitted; 1 submits 6 3@2 4@2 -> refused: overlaps a live slot
+        1 submits 6 3@2 3@3 -> refused: is not a new one
+        1 submits 6 4@3 3@2 -> refused: is not a new one""",
+    "a request's number is never used twice": """
+        submitted; 1 submits 0 -> refused: after request 5
+        1 submits 4 -> refused: after request 5
+        1 submits 5 -> refused: after request 5
+        1 aborts 5 -> 1 aborted 5, 1 released 1 2
+        1 submits 0 -> refused: after request 5
+        1 submits 4 -> refused: after request 5
+        1 submits 5 -> refused: after request 5
+        1 submits 6 ->""",
+    "requests in flight are bounded": """
+        max_inflight=2 clients=1; 1 submits 0 ->
+        1 submits 1 ->
+        1 submits 2 -> refused: more than max_inflight
+        1 runs 0 ->
+        1 submits 2 -> refused: more than max_inflight
+        1 ends 0 -> told
+        1 submits 2 ->""",
+    "a returned lease takes no slot": """
+        submitted; 1 aborts 5 -> 1 aborted 5, 1 released 1 2
+        1 returns 1 ->
+        1 submits 6 3@1 -> refused: does not hold""",
+    "a claimed request is released slot by slot": """
+        running; look -> 1 has 1 claimed, 1 has 2 claimed, 4 free, 4 for replies
+        1 releases 1 -> 1 released 1
+        1 releases 2 -> 1 released 2
+        1 ends 5 -> told""",
+    "a request may end before its slots are released": """
+        running; 1 fails 5 -> told
+        look -> 1 has 1 claimed, 1 has 2 claimed, 4 free, 4 for replies
+        1 releases 1 2 -> 1 released 1 2""",
+    "a slot with live views drains before it is released": """
+        running; 1 releases 1 2 viewed 2 -> 1 released 1
+        look -> 1 has 2 draining, 4 free, 4 for replies
+        1 unviews 2 -> 1 released 2
+        look -> 4 free, 4 for replies""",
+    "releasing nothing says nothing": """
+        running; 1 releases ->
+        1 releases 1 viewed 1 ->""",
+    "a slot named twice is released once": "running; 1 releases 1 1 -> 1 released 1",
+    "an abort of a waiting request releases its slots": """
+        submitted; 1 aborts 5 -> 1 aborted 5, 1 released 1 2
+        1 ends 5 ->""",
+    "an abort of a running request releases nothing until its claim does": """
+        running; 1 aborts 5 -> 1 aborted 5 running
+        look -> 1 has 1 claimed, 1 has 2 claimed, 4 free, 4 for replies
+        1 ends 5 ->
+        1 releases 1 2 -> 1 released 1 2""",
+    "an abort leaves alone what is released or drains already": """
+        running; 1 releases 1 2 viewed 2 -> 1 released 1
+        1 aborts 5 -> 1 aborted 5 running
+        look -> 1 has 2 draining, 4 free, 4 for replies
+        1 unviews 2 -> 1 released 2""",
+    "an abort without slots says only that": """
+        clients=1; 1 submits 0 ->
+        1 aborts 0 -> 1 aborted 0""",
+    "an abort that crossed the end is no offence": """
+        running; 1 ends 5 -> told
+        1 aborts 5 ->
+        1 aborts 4611686018427387904 ->
+        look -> 1 has 1 claimed, 1 has 2 claimed, 4 free, 4 for replies, 2 late aborts""",
+    "a request that fails before it was claimed gives its slots back": """
+        submitted; 1 fails 5 -> told
+        1 releases 1 2 -> 1 released 1 2""",
+    "a request that is late before it was claimed gives its slots back": """
+        submitted; 1 expires 5 -> told
+        1 releases 1 2 -> 1 released 1 2""",
+    "what no table allows is refused": """
+        submitted; 1 ends 5 -> refused: WAITING: FINISH is
+        1 releases 1 -> refused: PUBLISHED: RELEASE is
+        1 unviews 1 -> refused: PUBLISHED: LAST_VIEW_GONE is
+        1 runs 5 ->
+        1 runs 5 -> refused: RUNNING: SCHEDULE is
+        1 unviews 1 -> refused: CLAIMED: LAST_VIEW_GONE is
+        1 releases 2 viewed 2 ->
+        1 releases 1 2 -> refused: DRAINING: RELEASE is
+        1 releases 1 2 viewed 2 -> refused: DRAINING: RELEASE_VIEWED is""",
+    "the end of a request whose client has gone owes no reply": """
+        1 is bare ->
+        1 submits 0 ->
+        1 disconnects -> 1 aborted 0, 1 gone
+        1 ends 0 ->""",
+    "a disconnect aborts and quarantines, and frees nothing": """
+        submitted; 1 disconnects -> 1 aborted 5
+        look -> 4 free, 4 quarantined, 4 for replies""",
+    "a death frees what was quarantined": """
+        submitted; 1 disconnects -> 1 aborted 5
+        1 dies -> 1 reclaimed 4, 1 gone
+        look -> 8 free, 4 for replies""",
+    "a death without a disconnect is both, and a second says nothing": """
+        submitted; 1 dies -> 1 aborted 5, 1 reclaimed 4, 1 gone
+        1 dies ->
+        77 dies ->""",
+    "a client without leases is gone with its connection": """
+        1 is bare ->
+        1 disconnects -> 1 gone""",
+    "a dead client's lease waits for the claim that reads it": """
+        submitted; 1 asks 2 -> 1 gets 3 at 9+2
+        1 runs 5 ->
+        1 dies -> 1 aborted 5 running, 1 reclaimed 2
+        look -> 1 has 1 claimed, 1 has 2 claimed, 4 free, 4 quarantined, 4 for replies
+        1 releases 1 2 viewed 2 ->
+        1 unviews 2 -> 1 reclaimed 4, 1 gone""",
+    "a claim released between disconnect and death frees nothing": """
+        running; 1 disconnects -> 1 aborted 5 running
+        1 releases 1 2 ->
+        look -> 4 free, 4 quarantined, 4 for replies
+        1 dies -> 1 reclaimed 4, 1 gone""",
+    "a goodbye gives everything up at once": "submitted; 1 leaves -> 1 aborted 5, 1 reclaimed 4, 1 gone",
+    "a goodbye keeps the leases that it names until death": """
+        clients=1; 1 asks 2 -> 1 gets 2 at 2+2
+        1 leaves but 2 99 replies 99 -> 1 reclaimed 1
+        look -> 10 free, 2 quarantined, 4 for replies
+        1 dies -> 1 reclaimed 2, 1 gone""",
+    "a goodbye frees a lease only when no claim reads it": """
+        running; 1 leaves -> 1 aborted 5 running
+        1 releases 1 ->
+        1 releases 2 -> 1 reclaimed 4, 1 gone""",
+    "a reply comes from the reserve": """
+        reply=8 clients=1; 1 replies 3 -> reply 1 at 13+3
+        1 replies 1 -> reply 2 at 16+1
+        look -> 11 free, 4 for replies""",
+    "a reply waits for space": """
+        clients=1; 1 replies 3 -> reply 1 at 13+3 to copy
+        1 replies 2 as 7 -> waits
+        1 frees 1 -> 7 gets reply 2 at 13+2""",
+    "nobody overtakes the first who waits for space": """
+        clients=2 reply=8 crowded; 1 frees 2 -> 7 gets reply 3 at 15+5 to copy, 8 gets reply 4 at 20+1 to copy""",
+    "space that is too small for the first goes to nobody else": """
+        reply=8 clients=2; 2 replies 1 -> reply 1 at 13+1
+        2 replies 1 -> reply 2 at 14+1
+        2 replies 1 -> reply 3 at 15+1
+        2 replies 1 -> reply 4 at 16+1
+        1 replies 6 as 7 -> waits
+        2 replies 1 as 8 -> waits
+        2 frees 4 ->
+        2 frees 3 -> 7 gets reply 5 at 15+6 to copy""",
+    "smaller ones pass a reply that finds no room, if they are let": """
+        clients=2 reply=8 crowded; the first waits -> 8 gets reply 3 at 17+1
+        2 writes 1 -> reply 4 at 18+1 to copy
+        the first goes ->
+        2 writes 1 -> waits
+        1 frees 2 ->""",
+    "who cancels a wait passes the turn on": """
+        clients=2 reply=8 crowded; 7 cancels -> 8 gets reply 3 at 17+1
+        7 cancels ->""",
+    "a client may not release a reply that is not its own": """
+        clients=2; 1 replies 1 -> reply 1 at 13+1
+        2 replies 1 -> reply 2 at 14+1
+        1 frees 2 -> refused: does not hold
+        1 frees 1 2 -> refused: does not hold
+        1 frees 1 99 -> refused: does not hold
+        1 frees 0 -> refused: does not hold
+        1 frees 18446744073709551615 -> refused: does not hold
+        1 frees 1 1 ->
+        1 frees 1 ->
+        2 frees 1 ->
+        look -> 10 free, 3 for replies, 3 stale releases""",
+    "no more replies are released at once than there are blocks": """
+        clients=1; 1 replies 1 -> reply 1 at 13+1
+        1 frees 1 1 1 1 ->
+        1 frees 1 1 1 1 1 -> refused: 5 reply slots were released at once""",
+    "a client may not release a reply that is still being written": """
+        clients=1; 1 writes 1 -> reply 1 at 13+1
+        1 frees 1 -> refused: does not hold
+        1 sends 1 ->
+        1 frees 1 ->
+        look -> 11 free, 4 for replies""",
+    "a reply that is not sent after all is free again": """
+        clients=1; 1 writes 4 -> reply 1 at 13+4 to copy
+        1 replies 1 as 7 -> waits
+        1 discards 1 -> 7 gets reply 2 at 13+1""",
+    "one reply is always granted, however large": "clients=2; 1 replies 4 -> reply 1 at 13+4 to copy",
+    "a client that has its share lets others pass": """
+        reply=16 clients=2; 1 replies 8 -> reply 1 at 13+8
+        1 replies 4 -> reply 2 at 21+4 to copy
+        1 replies 1 as 7 -> waits
+        2 replies 2 -> reply 3 at 25+2
+        2 replies 4 as 8 -> waits
+        2 frees 3 -> 8 gets reply 4 at 25+4 to copy""",
+    "the replies of one client keep their order": """
+        reply=16 clients=1; 1 replies 6 -> reply 1 at 13+6
+        1 replies 3 -> reply 2 at 19+3 to copy
+        1 replies 5 as 7 -> waits
+        1 replies 1 as 8 -> waits
+        1 frees 2 -> 7 gets reply 3 at 19+5 to copy
+        1 replies 1 -> waits""",
+    "two replies to a request are copied out before a caller reads one": """
+        clients=1; 1 submits 1 ->
+        1 submits 2 ->
+        1 replies 4 for 1 -> reply 1 at 13+4 to copy for 1
+        1 frees 1 ->
+        1 replies 4 for 1 -> reply 2 at 13+4 to copy for 1
+        1 frees 2 ->
+        1 replies 4 for 1 as 7 -> waits
+        1 replies 1 for 1 -> waits
+        1 replies 4 for 2 -> reply 3 at 13+4 to copy for 2
+        1 frees 3 ->
+        1 reads 1 -> 7 gets reply 4 at 13+4 to copy for 1
+        1 discards 4 ->
+        1 replies 4 for 1 -> reply 5 at 13+4 to copy for 1""",
+    "a reply that stays in its slot need not be read": """
+        reply=8 clients=1; 1 submits 1 ->
+        1 replies 1 for 1 -> reply 1 at 13+1 for 1
+        1 replies 1 for 1 -> reply 2 at 14+1 for 1
+        1 replies 1 for 1 -> reply 3 at 15+1 for 1
+        1 replies 1 for 1 -> reply 4 at 16+1 for 1
+        1 reads 1 -> refused: that was not sent""",
+    "no more replies are read than were sent": """
+        clients=1; 1 submits 1 ->
+        1 runs 1 ->
+        1 replies 4 for 1 -> reply 1 at 13+4 to copy for 1
+        1 reads 1 1 -> refused: that was not sent
+        1 reads 1 2 -> refused: that was not sent
+        1 reads 2 -> refused: that was not sent
+        1 reads 18446744073709551615 -> refused: that was not sent
+        1 reads 1 ->
+        1 ends 1 -> told
+        1 reads 1 1 ->""",
+    "what a dead client had goes to those that wait": """
+        clients=1; 2 is bare ->
+        2 replies 2 -> reply 1 at 13+2
+        2 replies 1 -> reply 2 at 15+1 to copy
+        1 replies 2 as 7 -> waits
+        2 disconnects ->
+        2 dies -> 7 gets reply 3 at 13+2, 2 gone""",
+    "a disconnect takes its waits with it, and passes the turn on": """
+        clients=3; 3 replies 3 -> reply 1 at 13+3 to copy
+        1 replies 2 as 7 -> waits
+        2 replies 1 as 8 -> waits
+        1 disconnects -> 8 gets reply 2 at 16+1 to copy""",
+    "a disconnected client's replies stay until its death": """
+        1 is bare ->
+        1 replies 3 -> reply 1 at 13+3 to copy
+        1 disconnects ->
+        look -> 12 free, 1 for replies
+        1 dies -> 1 gone
+        look -> 12 free, 4 for replies""",
+    "a reply that is being written outlives its dead client": """
+        1 is bare ->
+        1 writes 1 -> reply 1 at 13+1
+        1 dies ->
+        look -> 12 free, 3 for replies
+        1 discards 1 -> 1 gone
+        look -> 12 free, 4 for replies""",
+    "a goodbye gives replies back but those that it names": """
+        1 is bare ->
+        1 replies 1 -> reply 1 at 13+1
+        1 replies 2 -> reply 2 at 14+2 to copy
+        1 leaves but replies 1 99 ->
+        look -> 12 free, 3 for replies
+        1 dies -> 1 gone
+        look -> 12 free, 4 for replies""",
+    "a goodbye grants nothing to its client": """
+        1 is bare ->
+        1 replies 3 -> reply 1 at 13+3 to copy
+        1 replies 2 as 7 -> waits
+        1 leaves -> 1 gone
+        look -> 12 free, 4 for replies""",
+    "a submission that is refused pins nothing": """
+        kept=8; 1 connects 4 -> 1 gets 1 at 1+4
+        1 keeps 1@1 as a -> 1 has a at 1+1
+        1 submits 1 a a 2@5 -> refused: is not inside lease""",
+    "pins are taken back as often as they are named": """
+        kept=8; 1 connects 4 -> 1 gets 1 at 1+4
+        1 keeps 1@1 as a -> 1 has a at 1+1
+        1 finds a -> 1 has a at 1+1
+        1 finds a -> 1 has a at 1+1
+        1 finds a -> 1 has a at 1+1
+        1 finds a -> 1 has none: pins
+        1 unpins a a ->
+        1 unpins a a a -> refused: which it does not have
+        1 unpins a a ->
+        1 submits 1 a -> refused: which it has not pinned""",
+    "a goodbye takes pins with it, but those that it names": """
+        kept=8; 1 connects 4 -> 1 gets 1 at 1+4
+        1 keeps 1@1 as a -> 1 has a at 1+1
+        1 keeps 2@2 as b -> 1 has b at 2+1
+        1 leaves but pins 2 99 -> 1 reclaimed 2
+        look -> 10 free, 2 kept, 1 pinned, 4 for replies
+        1 dies -> 1 gone
+        look -> 10 free, 2 kept, 4 for replies""",
+    "who waits for the memory of content has it when its last pin goes": """
+        leasable=4 kept=4; 1 connects 4 -> 1 gets 1 at 1+4
+        1 keeps 1@1+2 as a -> 1 has a at 1+2
+        2 connects 1 ->
+        2 asks 3 -> 1 recalled 1
+        1 returns 1 ->
+        1 unpins a -> 2 gets 2 at 1+3
+        look -> 1 free, 4 for replies""",
+    "as much of the oldest content goes as new content needs": """
+        kept=3 max_lease=12; 1 connects 8 -> 1 gets 1 at 1+8
+        1 keeps 1@2 as a -> 1 has a at 2+1
+        1 unpins a ->
+        1 keeps 2@3 as b -> 1 has b at 3+1
+        1 unpins b ->
+        1 keeps 3@4 as c -> 1 has c at 4+1
+        1 unpins c ->
+        1 keeps 4@5+2 as d -> 1 has d at 5+2
+        1 finds a -> 1 has none: absent
+        1 finds b -> 1 has none: absent
+        1 finds c -> 1 has c at 4+1
+        look -> 6 free, 3 kept, 3 pinned, 4 for replies""",
+    "content that was used last goes last": """
+        kept=2 max_lease=12; 1 connects 8 -> 1 gets 1 at 1+8
+        1 keeps 1@2 as a -> 1 has a at 2+1
+        1 keeps 2@3 as b -> 1 has b at 3+1
+        1 unpins b ->
+        1 unpins a ->
+        1 keeps 3@4 as c -> 1 has c at 4+1
+        1 finds b -> 1 has none: absent
+        1 finds a -> 1 has a at 2+1""",
+    "content that begins where a window ends is in nobody's way": """
+        leasable=6 kept=6; 1 connects 2 -> 1 gets 1 at 1+2
+        2 connects 4 -> 2 gets 2 at 3+4
+        2 keeps 1@3 as a -> 2 has a at 3+1
+        2 submits 1 2@4+3 ->
+        3 connects 1 ->
+        3 asks 2 -> 1 recalled 1
+        2 unpins a ->
+        look -> 2 has 2 published, 1 kept, 4 for replies, 1 waiting""",
+    "where as many are pinned as may be kept another one is not kept, but in the place of one that is not pinned": """
+        leasable=8 kept=8 max_lease=8 max_kept=3; 1 connects 8 -> 1 gets 1 at 1+8
+        1 keeps 1@1 as a -> 1 has a at 1+1
+        1 keeps 2@2 as b -> 1 has b at 2+1
+        1 keeps 3@3 as c -> 1 has c at 3+1
+        1 keeps 4@4 as d -> 1 released 4, 1 has none: full
+        1 unpins b ->
+        1 keeps 5@5 as e -> 1 has e at 5+1
+        1 finds b -> 1 has none: absent
+        look -> 1 free, 3 kept, 3 pinned, 4 for replies""",
+    "content before a window stays": """
+        leasable=3 kept=3; 3 is bare ->
+        2 connects 2 -> 2 gets 2 at 1+2
+        2 keeps 1@1 as a -> 2 has a at 1+1
+        2 unpins a ->
+        3 asks 2 -> 2 recalled 2
+        look -> 1 free, 1 kept, 4 for replies, 1 waiting
+        2 returns 2 -> 3 gets 3 at 2+2
+        look -> 1 kept, 4 for replies""",
+    "content behind a window stays": """
+        leasable=3 kept=3; 3 is bare ->
+        2 connects 1 -> 2 gets 2 at 1+1
+        1 connects 2 -> 1 gets 3 at 2+2
+        2 returns 2 ->
+        1 keeps 1@3 as a -> 1 has a at 3+1
+        1 unpins a ->
+        3 asks 2 -> 1 recalled 3
+        look -> 1 free, 1 kept, 4 for replies, 1 waiting
+        1 returns 3 -> 3 gets 4 at 1+2
+        look -> 1 kept, 4 for replies""",
+}
 
 
-pytestmark = pytest.mark.usefixtures("books")
-
-
-def make_book(
-    leasable: int = 12, reply: int = 4, *, max_lease: int = 4, quota: int = 8, max_leases: int = 8, max_inflight: int = 4
-) -> EngineBook:
-    return EngineBook(
-        Geometry(leasable_blocks=leasable, reply_blocks=reply),
-        EngineBookLimits(max_lease_blocks=max_lease, quota_blocks=quota, max_leases=max_leases, max_inflight=max_inflight),
-    )
-
-
-def connect(book: EngineBook, client: int, blocks: int = 1) -> LeaseGrant:
-    grant = book.connect(client, blocks * BLOCK_NBYTES)
-    assert grant is not None
-    return grant
-
-
-def connect_bare(book: EngineBook, *clients: int) -> None:
-    """Connects clients that give their base lease back at once."""
-    for client in clients:
-        book.return_leases(client, [connect(book, client).lease_id])
-
-
-def ask(book: EngineBook, client: int, token: int, blocks: int, preferred: int = 0) -> list[EngineEffect]:
-    return book.request_lease(client, token, blocks * BLOCK_NBYTES, preferred * BLOCK_NBYTES)
-
-
-def grant_of(client: int, token: int, lease_id: int, start: int, blocks: int) -> Granted:
-    return Granted(client, LeaseGrant(token, lease_id, start * BLOCK_NBYTES, blocks * BLOCK_NBYTES))
-
-
-def lease_ids(effects: Sequence[EngineEffect]) -> list[int]:
-    return [effect.grant.lease_id for effect in effects if isinstance(effect, Granted)]
-
-
-def generation(client: int, n: int) -> int:
-    return client << GENERATION_BITS | n
-
-
-def slot_in(grant: LeaseGrant, client: int, n: int, at: int = 0, blocks: int = 1) -> SlotRef:
-    """The ``n``-th slot of a client, ``at`` blocks into a lease."""
-    nbytes = blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
-    return SlotRef(grant.lease_id, grant.offset + at * BLOCK_NBYTES, nbytes, generation(client, n))
+@for_each("story", STORIES.values(), ids=STORIES)
+def test_stories(story: str) -> None:
+    tell(story, EngineTeller)
 
 
 def refuses(error: type[Exception], match: str, book: EngineBook, event: Callable[[], object]) -> None:
@@ -133,46 +455,7 @@ def test_a_slot_needs_room_for_its_header() -> None:
     assert [slot_blocks(nbytes) for nbytes in (0, ONE_SLOT, ONE_SLOT + 1, ONE_SLOT + BLOCK_NBYTES)] == [1, 1, 2, 2]
 
 
-# -- leases: who gets which is told in test_leases_as_stories.py ---------------------------------------------------------------
-
-
-def test_a_client_id_is_never_used_twice() -> None:
-    book = make_book()
-    connect(book, 1)
-    with pytest.raises(AssertionError, match="never reused"):
-        book.connect(1, BLOCK_NBYTES)
-
-
-def test_who_asks_for_nothing_has_a_base_lease_of_a_block() -> None:
-    book = make_book()
-    assert connect(book, 1, 0).nbytes == BLOCK_NBYTES
-
-
-# -- submitting ---------------------------------------------------------------------------------------------------------------
-
-
-def test_a_submission_publishes_its_slots() -> None:
-    book = make_book()
-    base = connect(book, 1, 4)
-    book.submit(1, 0, [slot_in(base, 1, 1), slot_in(base, 1, 2, at=1, blocks=3)])
-    assert book.count_slots(EngineSlot.PUBLISHED) == 2
-    book.check()
-
-
-def test_a_request_may_have_no_slot_and_numbers_may_be_left_out() -> None:
-    book = make_book()
-    base = connect(book, 1, 4)
-    book.submit(1, 3, [])
-    book.submit(1, 9, [slot_in(base, 1, 5), slot_in(base, 1, 1000, at=1)])
-    book.check()
-
-
-def test_a_released_slot_can_be_published_again_under_a_new_generation() -> None:
-    book = make_book()
-    base = connect(book, 1)
-    for n in range(1, 5):
-        book.submit(1, n, [slot_in(base, 1, n)])
-        assert book.abort(1, n)[1] == Released(1, (generation(1, n),))
+# -- forgeries, and what is our own mistake --------------------------------------------------------------------------------
 
 
 def forge(**changes: Any) -> Callable[[SlotRef], SlotRef]:
@@ -180,9 +463,9 @@ def forge(**changes: Any) -> Callable[[SlotRef], SlotRef]:
 
 
 FORGED_SLOTS = {
-    "an old generation": (forge(generation=generation(1, 1)), "not a new one"),
-    "the generation before the last": (forge(generation=generation(1, 2)), "not a new one"),
-    "another client's generation": (forge(generation=generation(2, 9)), "not a new one of client 1"),
+    "an old generation": (forge(generation=FIRST), "not a new one"),
+    "the generation before the last": (forge(generation=SECOND), "not a new one"),
+    "another client's generation": (forge(generation=2 << GENERATION_BITS | 9), "not a new one of client 1"),
     "generation 0": (forge(generation=0), "not a new one"),
     "a reply's generation": (forge(generation=3), "not a new one"),
     "a huge generation": (forge(generation=2**64 - 1), "not a new one"),
@@ -204,267 +487,24 @@ FORGED_SLOTS = {
 }
 
 
-def submitted_book() -> tuple[EngineBook, LeaseGrant]:
-    """Client 1 holds the blocks 1 to 4, with slots 1 and 2 live in its blocks 1 and 4; client 2 holds 5 to 8."""
-    book = make_book()
-    base = connect(book, 1, 4)
-    connect(book, 2, 4)
-    book.submit(1, 5, [slot_in(base, 1, 1), slot_in(base, 1, 2, at=3)])
-    return book, base
-
-
 @pytest.mark.parametrize("kind", FORGED_SLOTS)
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "behind a good slot"])
 def test_a_forged_slot_is_refused_and_nothing_is_changed(kind: str, beside: bool) -> None:
-    book, base = submitted_book()
+    teller = EngineTeller("submitted")
     forgery, reason = FORGED_SLOTS[kind]
-    good = [slot_in(base, 1, 3, at=1)] if beside else []
-    bad = forgery(slot_in(base, 1, 4, at=2))
-    refuses(RemoteProtocolError, reason, book, lambda: book.submit(1, 6, [*good, bad]))
-    book.submit(1, 6, [slot_in(base, 1, 3, at=1), slot_in(base, 1, 4, at=2)])
+    good = [teller.slot(1, "3@2")] if beside else []
+    bad = forgery(teller.slot(1, "4@3"))
+    refuses(RemoteProtocolError, reason, teller.book, lambda: teller.book.submit(1, 6, [*good, bad]))
+    teller.say("1 submits 6 3@2 4@3")
 
 
-def test_slots_of_one_submission_may_not_overlap_or_share_a_generation() -> None:
-    book, base = submitted_book()
-    third, fourth = slot_in(base, 1, 3, at=1), slot_in(base, 1, 4, at=1)
-    refuses(RemoteProtocolError, "overlaps", book, lambda: book.submit(1, 6, [third, fourth]))
-    refuses(RemoteProtocolError, "not a new one", book, lambda: book.submit(1, 6, [third, slot_in(base, 1, 3, at=2)]))
-    refuses(RemoteProtocolError, "not a new one", book, lambda: book.submit(1, 6, [slot_in(base, 1, 4, at=2), third]))
-
-
-@for_each("request_id", [0, 4, 5])
-def test_a_request_id_is_never_used_twice(request_id: int) -> None:
-    book, _ = submitted_book()
-    refuses(RemoteProtocolError, "after request 5", book, lambda: book.submit(1, request_id, []))
-    book.abort(1, 5)
-    refuses(RemoteProtocolError, "after request 5", book, lambda: book.submit(1, request_id, []))
-
-
-def test_requests_in_flight_are_bounded() -> None:
-    book = make_book(max_inflight=2)
-    connect(book, 1)
-    book.submit(1, 0, [])
-    book.submit(1, 1, [])
-    refuses(RemoteProtocolError, r"max_inflight \(2\)", book, lambda: book.submit(1, 2, []))
-    book.claim(1, 0)
-    refuses(RemoteProtocolError, r"max_inflight \(2\)", book, lambda: book.submit(1, 2, []))
-    book.end(1, 0, RequestEvent.FINISH)
-    book.submit(1, 2, [])
-
-
-def test_a_returned_lease_takes_no_slot() -> None:
-    book, base = submitted_book()
-    book.abort(1, 5)
-    book.return_leases(1, [base.lease_id])
-    refuses(RemoteProtocolError, "does not hold", book, lambda: book.submit(1, 6, [slot_in(base, 1, 3)]))
-
-
-# -- claiming, releasing, aborting ---------------------------------------------------------------------------------------------
-
-FIRST, SECOND = generation(1, 1), generation(1, 2)
-
-
-def claimed_book() -> EngineBook:
-    book, _ = submitted_book()
-    book.claim(1, 5)
-    assert book.count_slots(EngineSlot.CLAIMED) == 2
-    return book
-
-
-def test_a_claimed_request_is_released_slot_by_slot() -> None:
-    book = claimed_book()
-    assert book.release_slots(1, [FIRST], ()) == [Released(1, (FIRST,))]
-    assert book.release_slots(1, [SECOND], ()) == [Released(1, (SECOND,))]
-    assert book.end(1, 5, RequestEvent.FINISH)
-    book.check()
-
-
-def test_a_request_may_end_before_its_slots_are_released() -> None:
-    book = claimed_book()
-    assert book.end(1, 5, RequestEvent.ERROR)
-    assert book.count_slots(EngineSlot.CLAIMED) == 2
-    assert book.release_slots(1, [FIRST, SECOND], ()) == [Released(1, (FIRST, SECOND))]
-
-
-def test_a_slot_with_live_views_drains_before_it_is_released() -> None:
-    book = claimed_book()
-    assert book.release_slots(1, [FIRST, SECOND], {SECOND}) == [Released(1, (FIRST,))]
-    assert book.count_slots(EngineSlot.DRAINING) == 1
-    assert book.last_view_gone(1, SECOND) == [Released(1, (SECOND,))]
-    assert book.count_slots(EngineSlot.DRAINING) == 0
-
-
-def test_releasing_nothing_says_nothing() -> None:
-    book = claimed_book()
-    assert book.release_slots(1, [], ()) == []
-    assert book.release_slots(1, [FIRST], [FIRST]) == []
-
-
-def test_a_slot_named_twice_is_released_once() -> None:
-    book = claimed_book()
-    assert book.release_slots(1, [FIRST, FIRST], ()) == [Released(1, (FIRST,))]
-    book.check()
-
-
-def test_an_abort_of_a_waiting_request_releases_its_slots() -> None:
-    book, _ = submitted_book()
-    assert book.abort(1, 5) == [RequestAborted(1, 5, was_running=False), Released(1, (FIRST, SECOND))]
-    assert book.end(1, 5, RequestEvent.FINISH) is False
-    book.check()
-
-
-def test_an_abort_of_a_running_request_releases_nothing_until_its_claim_does() -> None:
-    book = claimed_book()
-    assert book.abort(1, 5) == [RequestAborted(1, 5, was_running=True)]
-    assert book.count_slots(EngineSlot.CLAIMED) == 2
-    assert book.end(1, 5, RequestEvent.FINISH) is False
-    assert book.release_slots(1, [FIRST, SECOND], ()) == [Released(1, (FIRST, SECOND))]
-
-
-def test_an_abort_leaves_alone_what_is_released_or_drains_already() -> None:
-    book = claimed_book()
-    book.release_slots(1, [FIRST, SECOND], {SECOND})
-    assert book.abort(1, 5) == [RequestAborted(1, 5, was_running=True)]
-    assert book.count_slots(EngineSlot.DRAINING) == 1
-    assert book.last_view_gone(1, SECOND) == [Released(1, (SECOND,))]
-
-
-def test_an_abort_without_slots_says_only_that() -> None:
-    book = make_book()
-    connect(book, 1)
-    book.submit(1, 0, [])
-    assert book.abort(1, 0) == [RequestAborted(1, 0, was_running=False)]
-
-
-def test_an_abort_that_crossed_the_end_is_no_offence() -> None:
-    book = claimed_book()
-    book.end(1, 5, RequestEvent.FINISH)
-    before = plain(book)
-    assert book.abort(1, 5) == []
-    assert book.abort(1, 2**62) == []
-    assert book.late_aborts == 2
-    book.late_aborts = 0
-    assert plain(book) == before, "but for the count"
-
-
-@pytest.mark.parametrize("event", [RequestEvent.ERROR, RequestEvent.DEADLINE])
-def test_a_request_that_ends_before_it_was_claimed_still_gives_its_slots_back(event: RequestEvent) -> None:
-    book, _ = submitted_book()
-    assert book.end(1, 5, event)
-    assert book.release_slots(1, [FIRST, SECOND], ()) == [Released(1, (FIRST, SECOND))]
-    book.check()
-
-
-def test_what_no_table_allows_is_refused() -> None:
-    book, _ = submitted_book()
-    refuses(LocalProtocolError, "WAITING: FINISH", book, lambda: book.end(1, 5, RequestEvent.FINISH))
-    refuses(LocalProtocolError, "PUBLISHED: RELEASE ", book, lambda: book.release_slots(1, [FIRST], ()))
-    refuses(LocalProtocolError, "PUBLISHED: LAST_VIEW_GONE", book, lambda: book.last_view_gone(1, FIRST))
-    book.claim(1, 5)
-    refuses(LocalProtocolError, "RUNNING: SCHEDULE", book, lambda: book.claim(1, 5))
-    refuses(LocalProtocolError, "CLAIMED: LAST_VIEW_GONE", book, lambda: book.last_view_gone(1, FIRST))
-    book.release_slots(1, [SECOND], {SECOND})
-    refuses(LocalProtocolError, "DRAINING: RELEASE ", book, lambda: book.release_slots(1, [FIRST, SECOND], ()))
-    refuses(LocalProtocolError, "DRAINING: RELEASE_VIEWED", book, lambda: book.release_slots(1, [FIRST, SECOND], {SECOND}))
-
-
-def test_the_end_of_a_request_whose_client_has_gone_owes_no_reply() -> None:
-    book = make_book()
-    connect_bare(book, 1)
-    book.submit(1, 0, [])
-    assert book.disconnect(1) == [RequestAborted(1, 0, was_running=False), ClientGone(1)]
-    assert book.end(1, 0, RequestEvent.FINISH) is False
-
-
-# -- disconnect, death, goodbye ------------------------------------------------------------------------------------------------
-
-
-def test_a_disconnect_aborts_and_quarantines_and_frees_nothing() -> None:
-    book, _ = submitted_book()
-    assert book.disconnect(1) == [RequestAborted(1, 5, was_running=False)]  # nobody is there to be told of the release
-    assert book.count_slots(EngineSlot.PUBLISHED) == 0
-    assert book.host.leased_nbytes(Lease.QUARANTINED) == 4 * BLOCK_NBYTES
-    assert book.host.free_nbytes == 4 * BLOCK_NBYTES
-    book.check()
-
-
-def test_a_death_frees_what_was_quarantined() -> None:
-    book, _ = submitted_book()
-    book.disconnect(1)
-    assert book.died(1) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
-    assert book.host.leased_nbytes(Lease.QUARANTINED) == 0
-    assert list(book.clients) == [2]
-    book.check()
-
-
-def test_a_death_without_a_disconnect_is_both() -> None:
-    book, _ = submitted_book()
-    assert book.died(1) == [RequestAborted(1, 5, was_running=False), Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
-
-
-def test_a_second_death_says_nothing() -> None:
-    book = make_book()
-    connect(book, 1)
-    book.died(1)
-    assert book.died(1) == []
-    assert book.died(77) == []
-
-
-def test_a_client_without_leases_is_gone_with_its_connection() -> None:
-    book = make_book()
-    connect_bare(book, 1)
-    assert book.disconnect(1) == [ClientGone(1)]
-    assert book.clients == {}
-
-
-def test_a_dead_clients_lease_waits_for_the_claim_that_reads_it() -> None:
-    book, base = submitted_book()
-    [further] = lease_ids(ask(book, 1, 1, 2))
-    book.claim(1, 5)
-    assert book.died(1) == [RequestAborted(1, 5, was_running=True), Reclaimed(1, 2 * BLOCK_NBYTES)]
-    assert (base.lease_id, further) == (1, 3)
-    assert book.host.leased_nbytes(Lease.QUARANTINED) == 4 * BLOCK_NBYTES
-    book.check()
-    assert book.release_slots(1, [FIRST, SECOND], {SECOND}) == []
-    assert book.last_view_gone(1, SECOND) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
-    book.check()
-
-
-def test_a_claim_released_between_disconnect_and_death_frees_nothing() -> None:
-    book = claimed_book()
-    book.disconnect(1)
-    assert book.release_slots(1, [FIRST, SECOND], ()) == []
-    assert book.host.leased_nbytes(Lease.QUARANTINED) == 4 * BLOCK_NBYTES
-    assert book.died(1) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
-
-
-def test_a_goodbye_gives_up_everything_at_once() -> None:
-    book, _ = submitted_book()
-    assert book.goodbye(1, (), ()) == [
-        RequestAborted(1, 5, was_running=False),
-        Reclaimed(1, 4 * BLOCK_NBYTES),
-        ClientGone(1),
-    ]
-
-
-def test_a_goodbye_keeps_the_leases_it_names_until_death() -> None:
-    book = make_book()
-    connect(book, 1)
-    [further] = lease_ids(ask(book, 1, 1, 2))
-    assert book.goodbye(1, [further, 99], [99]) == [Reclaimed(1, BLOCK_NBYTES)]
-    assert book.host.leased_nbytes(Lease.QUARANTINED) == 2 * BLOCK_NBYTES
-    assert book.died(1) == [Reclaimed(1, 2 * BLOCK_NBYTES), ClientGone(1)]
-
-
-def test_a_goodbye_frees_a_lease_only_when_no_claim_reads_it() -> None:
-    book = claimed_book()
-    assert book.goodbye(1, (), ()) == [RequestAborted(1, 5, was_running=True)]
-    assert book.release_slots(1, [FIRST], ()) == []
-    assert book.release_slots(1, [SECOND], ()) == [Reclaimed(1, 4 * BLOCK_NBYTES), ClientGone(1)]
+def test_a_client_id_is_never_used_twice() -> None:
+    with pytest.raises(AssertionError, match="never reused"):
+        EngineTeller("submitted").say("1 connects 1")
 
 
 def test_a_disconnected_client_can_do_nothing_more() -> None:
-    book, _ = submitted_book()
+    book = EngineTeller("submitted").book
     book.disconnect(1)
     for event in (
         lambda: book.disconnect(1),
@@ -478,316 +518,28 @@ def test_a_disconnected_client_can_do_nothing_more() -> None:
         refuses(AssertionError, "disconnected already", book, event)
 
 
-# -- replies -------------------------------------------------------------------------------------------------------------------
-
-
-def take_reply(book: EngineBook, client: int, blocks: int) -> ReplySlot:
-    """Takes and sends a reply slot."""
-    slot = book.acquire_reply(client, blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES)
-    assert slot is not None
-    book.reply_sent(client, slot.generation)
-    return slot
-
-
-def queue_reply(book: EngineBook, client: int, ticket: int, blocks: int) -> None:
-    """As the ring does it: now if possible, else in the queue."""
-    nbytes = blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES
-    assert book.acquire_reply(client, nbytes) is None
-    book.queue_reply(client, ticket, nbytes)
-
-
-def test_a_reply_slot_comes_from_the_reserve() -> None:
-    book = make_book(leasable=12, reply=8)
-    connect(book, 1)
-    assert take_reply(book, 1, 3) == ReplySlot(generation=1, start=13, blocks=3)
-    assert take_reply(book, 1, 1) == ReplySlot(generation=2, start=16, blocks=1)
-    assert book.reply_free_nbytes == 4 * BLOCK_NBYTES
-    assert book.host.free_nbytes == 11 * BLOCK_NBYTES
-    book.check()
-
-
 def test_a_reply_larger_than_the_reserve_can_never_fit() -> None:
-    book = make_book(reply=4)
-    connect(book, 1)
+    book = EngineTeller("submitted").book
     capacity = 4 * BLOCK_NBYTES - SLOT_HEADER_NBYTES
-    for event in (lambda: book.acquire_reply(1, capacity + 1), lambda: book.queue_reply(1, 1, capacity + 1)):
-        refuses(CapacityError, "raise reply_nbytes", book, event)
+    refuses(CapacityError, "raise reply_nbytes", book, lambda: book.queue_reply(1, 1, capacity + 1))
     with pytest.raises(CapacityError) as caught:
         book.acquire_reply(1, capacity + 1)
     assert (caught.value.needed, caught.value.capacity) == (capacity + 1, capacity)
     assert book.acquire_reply(1, capacity) is not None
 
 
-def test_a_reply_waits_for_space() -> None:
-    book = make_book(reply=4)
-    connect(book, 1)
-    slot = take_reply(book, 1, 3)
-    queue_reply(book, 1, 7, 2)
-    assert book.release_replies(1, [slot.generation]) == [ReplyGranted(7, ReplySlot(2, slot.start, 2))]
-    book.check()
-
-
-def crowded_book() -> tuple[EngineBook, ReplySlot]:
-    """Two clients with two blocks each, and four are free; the first of them waits for five, and the second for one."""
-    book = make_book(reply=8)
-    connect(book, 1)
-    connect(book, 2)
-    take_reply(book, 2, 2)
-    slot = take_reply(book, 1, 2)
-    queue_reply(book, 1, 7, 5)
-    queue_reply(book, 2, 8, 1)
-    return book, slot
-
-
-def test_nobody_overtakes_the_first_who_waits_for_space() -> None:
-    book, slot = crowded_book()
-    effects = book.release_replies(1, [slot.generation])
-    assert [(effect.ticket, effect.slot.blocks) for effect in effects if isinstance(effect, ReplyGranted)] == [(7, 5), (8, 1)]
-
-
-def test_space_that_is_too_small_for_the_first_goes_to_nobody_else() -> None:
-    book = make_book(reply=8)
-    connect(book, 1)
-    connect(book, 2)
-    slots = [take_reply(book, 2, 1) for _ in range(4)]
-    queue_reply(book, 1, 7, 6)
-    queue_reply(book, 2, 8, 1)
-    assert book.release_replies(2, [slots[3].generation]) == []
-    effects = book.release_replies(2, [slots[2].generation])
-    assert [(effect.ticket, effect.slot.blocks) for effect in effects if isinstance(effect, ReplyGranted)] == [(7, 6)]
-
-
-def test_smaller_replies_pass_one_that_finds_no_room_if_they_are_let() -> None:
-    book, slot = crowded_book()
-    assert book.let_overtake(True) == [ReplyGranted(8, ReplySlot(3, 17, 1))]
-    assert book.acquire_reply(2, 1) == ReplySlot(4, 18, 1, is_copied_out=True)
-    assert book.let_overtake(False) == []
-    assert book.acquire_reply(2, 1) is None, "the one of five blocks comes first again"
-    assert book.release_replies(1, [slot.generation]) == []
-    book.check()
-
-
-def test_cancelling_a_wait_passes_the_turn_on() -> None:
-    book, _ = crowded_book()
-    assert book.cancel_reply(7) == [ReplyGranted(8, ReplySlot(3, 17, 1))]
-    assert book.cancel_reply(7) == []
-
-
-def test_a_client_may_not_release_a_reply_that_is_not_its_own() -> None:
-    book = make_book(reply=4)
-    connect(book, 1)
-    connect(book, 2)
-    mine, other = take_reply(book, 1, 1), take_reply(book, 2, 1)
-    for forged in ([other.generation], [mine.generation, other.generation], [mine.generation, 99], [0], [2**64 - 1]):
-        refuses(RemoteProtocolError, "does not hold", book, partial(book.release_replies, 1, forged))
-    book.release_replies(1, [mine.generation, mine.generation])  # named twice, released once
-    assert book.stale_releases == 1
-    assert book.release_replies(1, [mine.generation]) == []
-    assert book.release_replies(2, [mine.generation]) == []  # it never had it, but nobody has it now
-    assert book.stale_releases == 3
-    assert book.reply_free_nbytes == 3 * BLOCK_NBYTES
-    book.check()
-
-
-def test_no_more_replies_are_released_at_once_than_there_are_blocks() -> None:
-    book = make_book(reply=4)
-    connect(book, 1)
-    old = take_reply(book, 1, 1).generation
-    assert book.release_replies(1, [old] * 4) == []
-    refuses(RemoteProtocolError, "5 reply slots were released at once", book, lambda: book.release_replies(1, [old] * 5))
-
-
-def test_a_client_may_not_release_a_reply_that_is_still_being_written() -> None:
-    book = make_book(reply=4)
-    connect(book, 1)
-    slot = book.acquire_reply(1, 1)
-    assert slot is not None
-    refuses(RemoteProtocolError, "does not hold", book, lambda: book.release_replies(1, [slot.generation]))
-    book.reply_sent(1, slot.generation)
-    book.release_replies(1, [slot.generation])
-    assert book.reply_free_nbytes == 4 * BLOCK_NBYTES
-
-
-def test_a_reply_that_is_not_sent_after_all_is_free_again() -> None:
-    book = make_book(reply=4)
-    connect(book, 1)
-    slot = book.acquire_reply(1, 4 * BLOCK_NBYTES - SLOT_HEADER_NBYTES)
-    assert slot is not None
-    queue_reply(book, 1, 7, 1)
-    assert book.discard_reply(1, slot.generation) == [ReplyGranted(7, ReplySlot(2, 13, 1))]
-    book.check()
-
-
 def test_a_client_holds_as_much_as_it_leaves_free_and_copies_half_of_that_out() -> None:
     """So it never has all, also if it is alone: another one may come."""
-    book = make_book(reply=16)
-    connect(book, 1)
-    ways = []
-    while (slot := book.acquire_reply(1, 1)) is not None:
-        book.reply_sent(1, slot.generation)
-        ways.append(slot.is_copied_out)
-    assert ways == [False] * 8 + [True] * 4
-    connect(book, 2)
-    ways = []
-    while (slot := book.acquire_reply(2, 1)) is not None:
-        ways.append(slot.is_copied_out)
-    assert ways == [False] * 2 + [True], "of the four that are left"
-    connect(book, 3)
-    assert book.acquire_reply(3, 1) is not None
-    book.check()
+    teller = EngineTeller("reply=16")
+    for client, stays, copied in ((1, 8, 4), (2, 2, 1), (3, 0, 1)):
+        teller.say(f"{client} connects 1")
+        said = [teller.say(f"{client} replies 1") for _ in range(stays + copied)]
+        assert ["waits" in reply for reply in said] == [False] * (stays + copied)
+        assert ["to copy" in reply for reply in said] == [False] * stays + [True] * copied
+        assert client == 3 or teller.say(f"{client} replies 1") == "waits"
 
 
-def test_one_reply_is_always_granted_however_large() -> None:
-    book = make_book(reply=4)
-    connect(book, 1)
-    connect(book, 2)
-    take_reply(book, 1, 4)
-
-
-def test_a_client_that_has_its_share_lets_others_pass() -> None:
-    book = make_book(reply=16)
-    connect(book, 1)
-    connect(book, 2)
-    for _ in range(12):
-        take_reply(book, 1, 1)
-    queue_reply(book, 1, 7, 1)
-    slot = take_reply(book, 2, 2)
-    queue_reply(book, 2, 8, 4)
-    assert book.release_replies(2, [slot.generation]) == [ReplyGranted(8, ReplySlot(14, 25, 4, is_copied_out=True))]
-    book.check()
-
-
-def test_the_replies_of_one_client_keep_their_order() -> None:
-    """A large one would never come, if smaller ones of its client always went first."""
-    book = make_book(reply=16)
-    connect(book, 1)
-    take_reply(book, 1, 6)
-    passing = take_reply(book, 1, 3)
-    queue_reply(book, 1, 7, 5)
-    queue_reply(book, 1, 8, 1)  # which might pass
-    granted = book.release_replies(1, [passing.generation])
-    assert [effect.ticket for effect in granted if isinstance(effect, ReplyGranted)] == [7]
-    assert book.acquire_reply(1, 1) is None
-    book.check()
-
-
-def requesting_book(reply: int, requests: int = 1) -> EngineBook:
-    """A book with a client, whose requests 1, 2, ... run."""
-    book = make_book(reply=reply)
-    connect(book, 1)
-    for request_id in range(1, requests + 1):
-        book.submit(1, request_id, [])
-        book.claim(1, request_id)
-    return book
-
-
-def copy_out(book: EngineBook, request_id: int) -> None:
-    """A reply of the whole reserve, which comes to its client, and is copied there."""
-    slot = book.acquire_reply(1, book.geometry.reply_blocks * BLOCK_NBYTES - SLOT_HEADER_NBYTES, request_id)
-    assert slot is not None
-    assert (slot.is_copied_out, slot.request_id) == (True, request_id)
-    book.reply_sent(1, slot.generation)
-    book.release_replies(1, [slot.generation])
-
-
-def test_two_replies_to_a_request_are_copied_out_before_a_caller_reads_one() -> None:
-    """A client's memory is bounded by that, and a caller who reads slowly holds its own request up, and no other."""
-    book = requesting_book(reply=4, requests=2)
-    copy_out(book, 1)
-    copy_out(book, 1)
-    assert book.acquire_reply(1, 3 * BLOCK_NBYTES, 1) is None
-    book.queue_reply(1, 7, 3 * BLOCK_NBYTES, 1)
-    assert book.acquire_reply(1, 1, 1) is None, "replies to a request keep their order"
-    copy_out(book, 2)
-    slot = ReplySlot(4, 13, 4, is_copied_out=True, request_id=1)
-    assert book.replies_read(1, [1]) == [ReplyGranted(7, slot)]
-    assert book.discard_reply(1, 4) == [], "it was not sent after all"
-    copy_out(book, 1)
-
-
-def test_a_reply_that_stays_in_its_slot_need_not_be_read() -> None:
-    book = requesting_book(reply=8)
-    for _ in range(4):
-        slot = book.acquire_reply(1, 1, 1)
-        assert slot is not None
-        assert not slot.is_copied_out
-    assert book.clients[1].requests[1].unread_replies == 0
-
-
-def test_no_more_replies_are_read_than_were_sent() -> None:
-    book = requesting_book(reply=4)
-    copy_out(book, 1)
-    for forged in ([1, 1], [1, 2], [2], [2**64 - 1]):
-        refuses(RemoteProtocolError, "that was not sent", book, partial(book.replies_read, 1, forged))
-    assert book.replies_read(1, [1]) == []
-    book.end(1, 1, RequestEvent.FINISH)
-    assert book.replies_read(1, [1, 1]) == [], "it had ended: the messages crossed"
-
-
-def test_what_a_dead_client_had_goes_to_those_that_wait() -> None:
-    book = make_book(reply=4)
-    connect(book, 1)
-    connect_bare(book, 2)
-    take_reply(book, 2, 2)
-    take_reply(book, 2, 1)
-    queue_reply(book, 1, 7, 2)
-    assert book.disconnect(2) == []
-    assert ReplyGranted(7, ReplySlot(3, 13, 2)) in book.died(2)
-
-
-def test_a_disconnect_takes_its_waits_with_it_and_passes_the_turn_on() -> None:
-    book = make_book(reply=4)
-    for client in (1, 2, 3):
-        connect(book, client)
-    take_reply(book, 3, 3)
-    queue_reply(book, 1, 7, 2)
-    queue_reply(book, 2, 8, 1)
-    assert book.disconnect(1) == [ReplyGranted(8, ReplySlot(2, 16, 1, is_copied_out=True))]
-    book.check()
-
-
-def test_a_disconnected_clients_replies_stay_until_its_death() -> None:
-    book = make_book(reply=4)
-    connect_bare(book, 1)
-    take_reply(book, 1, 3)
-    assert book.disconnect(1) == []
-    assert book.reply_free_nbytes == BLOCK_NBYTES
-    assert book.died(1) == [ClientGone(1)]
-    assert book.reply_free_nbytes == 4 * BLOCK_NBYTES
-
-
-def test_a_reply_that_is_being_written_outlives_its_dead_client() -> None:
-    book = make_book(reply=4)
-    connect_bare(book, 1)
-    slot = book.acquire_reply(1, 1)
-    assert slot is not None
-    assert book.died(1) == []
-    assert book.reply_free_nbytes == 3 * BLOCK_NBYTES
-    assert book.discard_reply(1, slot.generation) == [ClientGone(1)]
-    assert book.reply_free_nbytes == 4 * BLOCK_NBYTES
-
-
-def test_a_goodbye_gives_replies_back_but_those_it_names() -> None:
-    book = make_book(reply=4)
-    connect_bare(book, 1)
-    kept, given = take_reply(book, 1, 1), take_reply(book, 1, 2)
-    assert book.goodbye(1, (), [kept.generation, 99]) == []
-    assert book.reply_free_nbytes == 3 * BLOCK_NBYTES
-    assert given.generation not in book.clients[1].replies
-    assert book.died(1) == [ClientGone(1)]
-    book.check()
-
-
-def test_a_goodbye_grants_nothing_to_its_client() -> None:
-    book = make_book(reply=4)
-    connect_bare(book, 1)
-    take_reply(book, 1, 3)
-    queue_reply(book, 1, 7, 2)
-    assert book.goodbye(1, (), ()) == [ClientGone(1)]
-    assert book.reply_free_nbytes == 4 * BLOCK_NBYTES
-
-
-# -- what there is -------------------------------------------------------------------------------------------------------------
+# -- check -------------------------------------------------------------------------------------------------------------------
 
 
 def lose_a_block(book: EngineBook) -> None:
@@ -842,108 +594,9 @@ def move_a_slot_out(book: EngineBook) -> None:
         move_a_slot_out,
     ],
 )
-def test_check_finds_a_damaged_book(kind: Books, damage: Callable[[EngineBook], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "EngineBook", kind.engine)
-    book, _ = submitted_book()
+def test_check_finds_a_damaged_book(kind: Books, damage: Callable[[EngineBook], None]) -> None:
+    book = EngineTeller("submitted", kind.engine).book
     book.check()
     damage(book)
     with pytest.raises(AssertionError):
         book.check()
-
-
-# -- what is kept ------------------------------------------------------------------------------------------------------------
-
-
-def make_keeping_book(leasable: int = 12, kept: int = 8) -> EngineBook:
-    limits = EngineBookLimits(
-        max_lease_blocks=leasable, quota_blocks=leasable, max_leases=8, max_inflight=4, kept_blocks=kept, max_kept=4, max_pins=4
-    )
-    return EngineBook(Geometry(leasable_blocks=leasable, reply_blocks=1), limits)
-
-
-def keep(book: EngineBook, client: int, slot: SlotRef) -> SlotRef:
-    """A client gives a slot to keep; returns how a request names it."""
-    key = slot.generation.to_bytes(32, "little")
-    [answer] = [effect.answer for effect in book.keep(client, 1, key, slot, False, b"\xc0") if isinstance(effect, Answered)]
-    assert isinstance(answer, Found)
-    return SlotRef(KEPT_LEASE_ID, answer.offset, answer.nbytes, answer.generation)
-
-
-def test_a_submission_that_is_refused_pins_nothing() -> None:
-    book = make_keeping_book()
-    grant = connect(book, 1, 4)
-    kept = keep(book, 1, slot_in(grant, 1, 1))
-    behind = slot_in(grant, 1, 2, at=4)
-    refuses(RemoteProtocolError, "is not inside lease", book, lambda: book.submit(1, 1, [kept, kept, behind]))
-    book.check()
-
-
-def test_pins_are_taken_back_as_often_as_they_are_named() -> None:
-    book = make_keeping_book()
-    kept = keep(book, 1, slot_in(connect(book, 1, 4), 1, 1))
-    for token in range(3):
-        book.find(1, token, kept.generation.to_bytes(32, "little"))
-    book.unpin(1, [kept.generation] * 2)
-    book.check()
-    book.unpin(1, [kept.generation] * 2)
-    assert not book.clients[1].pins
-    book.check()
-
-
-def test_who_waits_for_the_memory_of_content_has_it_when_its_last_pin_goes() -> None:
-    book = make_keeping_book(leasable=4)
-    grant = connect(book, 1, 4)
-    kept = keep(book, 1, slot_in(grant, 1, 1, blocks=2))
-    assert book.connect(2, BLOCK_NBYTES) is None
-    assert ask(book, 2, 1, 3) == [Recalled(1, (grant.lease_id,))]
-    assert book.return_leases(1, [grant.lease_id]) == []
-    [granted] = book.unpin(1, [kept.generation])
-    assert isinstance(granted, Granted)
-    assert (granted.client_id, granted.grant.nbytes) == (2, 3 * BLOCK_NBYTES)
-    book.check()
-
-
-def test_as_much_of_the_oldest_content_goes_as_new_content_needs() -> None:
-    book = make_keeping_book(kept=3)
-    grant = connect(book, 1, 8)
-    for n in (1, 2, 3):
-        book.unpin(1, [keep(book, 1, slot_in(grant, 1, n, at=n)).generation])
-    keep(book, 1, slot_in(grant, 1, 4, at=4, blocks=2))
-    assert [generation(1, n) in book.kept.by_generation for n in (1, 2, 3, 4)] == [False, False, True, True]
-    book.check()
-
-
-def test_content_that_was_used_last_goes_last() -> None:
-    book = make_keeping_book(kept=2)
-    grant = connect(book, 1, 8)
-    first, second = [keep(book, 1, slot_in(grant, 1, n, at=n)) for n in (1, 2)]
-    book.unpin(1, [second.generation])
-    book.unpin(1, [first.generation])
-    keep(book, 1, slot_in(grant, 1, 3, at=3))
-    assert generation(1, 1) in book.kept.by_generation
-    assert generation(1, 2) not in book.kept.by_generation
-
-
-def test_content_that_begins_where_a_window_ends_is_in_nobodys_way() -> None:
-    """It stays when its last pin goes, and there is room for more of it."""
-    book = make_keeping_book(leasable=6)
-    lower, upper = connect(book, 1, 2), connect(book, 2, 4)
-    kept = keep(book, 2, slot_in(upper, 2, 1))
-    book.submit(2, 1, [slot_in(upper, 2, 2, at=1, blocks=3)])
-    assert book.connect(3, BLOCK_NBYTES) is None
-    assert ask(book, 3, 1, 2) == [Recalled(1, (lower.lease_id,))], "the window is what is cheapest to empty"
-    assert book.unpin(2, [kept.generation]) == []
-    assert [*book.kept.by_generation] == [kept.generation]
-    book.check()
-
-
-# -- the smallest ------------------------------------------------------------------------------------------------------------
-
-
-def test_each_slot_of_a_request_is_left_by_itself() -> None:
-    book = make_book()
-    grant = connect(book, 1, 4)
-    book.submit(1, 1, [slot_in(grant, 1, 1), slot_in(grant, 1, 2, at=1)])
-    book.claim(1, 1)
-    assert book.release_slots(1, [generation(1, 1), generation(1, 2)], {generation(1, 2)}) == [Released(1, (generation(1, 1),))]
-    assert book.count_slots(EngineSlot.DRAINING) == 1

@@ -1,24 +1,9 @@
-"""Who gets which lease: one story a case, one event a line, and behind it all that the book says then.
-
-Numbers are blocks; ``3 asks 2`` is client 3 asking for 2 blocks, ``3 gets 7 at 4+2`` the grant of lease 7, the blocks 4 and 5.
-A book lends the blocks from 1 on: 12, unless the story begins with other sizes. ``full 2 2``: all is lent, two blocks to
-client 1 and two to client 2, by leases 3 and 4; clients 8 and 9 hold nothing. ``the moment passes``: of those that pass while
-somebody waits. ``1 uses 3`` is a request with a slot in lease 3, which ``1 aborts`` ends.
-"""
+"""Who gets which lease: one story a case (:class:`tests.core.stories.EngineTeller`)."""
 
 from __future__ import annotations
 
-import pytest
-
-from shmring.core.compiled import EngineBook
-from shmring.core.effects import ClientGone, Granted, Recalled, Reclaimed, Released, RequestAborted
-from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
-from shmring.core.messages import HOST_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
-from shmring.errors import RemoteProtocolError
-from tests.model.state import plain
+from tests.core.stories import EngineTeller, tell
 from tests.tables import for_each
-
-pytestmark = pytest.mark.usefixtures("books")
 
 STORIES = {
     "a base lease answers no request, and is as large as asked": """
@@ -80,7 +65,7 @@ STORIES = {
         1 asks 1 -> 1 gets 2 at 2+1
         1 uses 1 ->
         1 returns 2 1 -> refused: slot in use
-        1 aborts -> 1 aborted, 1 released
+        1 aborts -> 1 aborted 1, 1 released 1
         1 returns 2 1 ->""",
     "alone a client may hold everything": """
         quota=4; 1 connects 4 -> 1 gets 1 at 1+4
@@ -144,7 +129,7 @@ STORIES = {
         full 2 2 1; 9 asks 2 -> 1 recalled 3
         1 uses 3 ->
         3 dies -> 3 reclaimed 1, 3 gone
-        1 aborts -> 1 aborted, 1 released
+        1 aborts -> 1 aborted 1, 1 released 1
         1 returns 3 -> 9 gets 6 at 1+2""",
     "a lease is recalled once": """
         full 2 2; 9 asks 2 -> 1 recalled 3
@@ -230,7 +215,7 @@ STORIES = {
         full 2 2; 1 uses 3 ->
         2 uses 4 ->
         9 wishes 2 ->
-        1 aborts -> 1 aborted, 1 released
+        1 aborts -> 1 aborted 1, 1 released 1
         1 returns 3 -> 9 gets 5 at 1+2""",
     "a wish recalls leases that lie idle, once": """
         full 2 2 2; 1 uses 3 ->
@@ -283,7 +268,7 @@ STORIES = {
         9 asks 2 -> 9 gets 5 at 3+2
         1 uses 3 ->
         9 uses 5 ->
-        9 aborts -> 9 aborted, 9 released
+        9 aborts -> 9 aborted 1, 9 released 1
         8 asks 2 -> 9 recalled 5""",
     "a lease that was granted just now is so for two moments": """
         full 2 2; 2 returns 4 ->
@@ -315,7 +300,7 @@ STORIES = {
         9 asks 2 -> 1 recalled 3
         the moment passes ->
         the moment passes -> 2 recalled 4
-        2 aborts -> 2 aborted, 2 released
+        2 aborts -> 2 aborted 1, 2 released 1
         2 returns 4 -> 9 gets 5 at 3+2""",
     "a holder whose slot the engine has is not silent, and gets its time after that": """
         full 2 2; 1 uses 3 ->
@@ -323,14 +308,14 @@ STORIES = {
         9 asks 2 -> 1 recalled 3
         the moment passes ->
         the moment passes ->
-        1 aborts -> 1 aborted, 1 released
+        1 aborts -> 1 aborted 1, 1 released 1
         the moment passes ->
         the moment passes -> 2 recalled 4""",
     "the window leaves a lease in use for one that has become idle": """
         full 2 2; 1 uses 3 ->
         2 uses 4 ->
         9 asks 2 -> 1 recalled 3
-        2 aborts -> 2 aborted, 2 released
+        2 aborts -> 2 aborted 1, 2 released 1
         the moment passes -> 2 recalled 4""",
     "the window leaves what may never come back for what can be had": """
         full 2 2; 1 disconnects ->
@@ -367,7 +352,7 @@ STORIES = {
         9 asks 4 -> 1 recalled 3
         8 asks 2 ->
         the moment passes ->
-        2 aborts -> 2 aborted, 2 released
+        2 aborts -> 2 aborted 1, 2 released 1
         the moment passes -> 2 recalled 4
         2 returns 4 -> 8 gets 5 at 5+2""",
     "nothing is recalled for one behind who is over quota, or wants too much": """
@@ -466,10 +451,10 @@ STORIES = {
         3 returns 5 ->
         8 asks 2 ->
         39 moments pass ->
-        2 aborts -> 2 aborted, 2 released
+        2 aborts -> 2 aborted 1, 2 released 1
         2 returns 4 ->
         39 moments pass ->
-        1 aborts -> 1 aborted, 1 released
+        1 aborts -> 1 aborted 1, 1 released 1
         1 returns 3 -> 9 gets 6 at 1+6, 9 recalled 6
         9 returns 6 -> 8 gets 7 at 1+2""",
     "a window does not close because somebody else has gone": """
@@ -488,99 +473,6 @@ STORIES = {
 }
 
 
-class Teller:
-    """Carries a story's events out."""
-
-    def __init__(self, sizes: str) -> None:
-        words = sizes.split()
-        number = {name: int(value) for name, _, value in (word.partition("=") for word in words if "=" in word)}
-        blocks = [int(word) for word in words[1:] if "=" not in word] if words[:1] == ["full"] else []
-        limits = EngineBookLimits(
-            max_lease_blocks=number.get("max_lease", 100 if blocks else 4),
-            quota_blocks=number.get("quota", 100 if blocks else 8),
-            max_leases=number.get("max_leases", 8),
-            max_inflight=4,
-        )
-        self.book = EngineBook(Geometry(leasable_blocks=number.get("leasable", sum(blocks) or 12), reply_blocks=4), limits)
-        self.tokens = 0
-        self.grants: dict[int, LeaseGrant] = {}
-        for event in [f"{client} is bare" for client in (8, 9) if blocks] + [
-            f"{c} connects {n}" for c, n in enumerate(blocks, 1)
-        ]:
-            self.say(event)
-
-    def say(self, event: str) -> str:
-        """Has something happen; returns what the book says."""
-        who, verb, *rest = event.split()
-        client, numbers, nbytes, book = (
-            int(who) if who != "the" else 0,
-            [int(word) for word in rest if word.isdigit()],
-            BLOCK_NBYTES,
-            self.book,
-        )
-        self.tokens += 1
-        match verb:
-            case "connects":
-                grant = book.connect(client, numbers[0] * nbytes)
-                effects = [] if grant is None else [Granted(client, grant)]
-            case "is":
-                effects = book.return_leases(client, [book.connect(client, nbytes).lease_id])
-            case "asks" | "wishes":
-                needed, preferred = numbers[0], [*numbers, 0][1]
-                effects = book.request_lease(
-                    client, self.tokens, needed * nbytes, preferred * nbytes, HOST_MEMORY, verb == "asks"
-                )
-            case "withdraws":
-                effects = book.request_lease(client, self.tokens, 0, 0)
-            case "returns":
-                effects = book.return_leases(client, numbers)
-            case "uses":
-                grant = self.grants[numbers[0]]
-                slot = SlotRef(grant.lease_id, grant.offset, nbytes - SLOT_HEADER_NBYTES, client << GENERATION_BITS | 1)
-                effects = book.submit(client, 1, [slot]) or []
-            case "aborts":
-                effects = book.abort(client, 1)
-            case "disconnects":
-                effects = book.disconnect(client)
-            case "leaves":
-                effects = book.goodbye(client, (), ())
-            case "moment":
-                effects = book.moment_passed()
-            case "moments":
-                effects = [effect for _ in range(client) for effect in book.moment_passed()]
-            case "dies":
-                effects = book.died(client)
-        book.check()
-        return ", ".join(map(self.told, effects))
-
-    def told(self, effect: object) -> str:
-        match effect:
-            case Granted(client, grant):
-                self.grants[grant.lease_id] = grant
-                return f"{client} gets {grant.lease_id} at {grant.offset // BLOCK_NBYTES}+{grant.nbytes // BLOCK_NBYTES}"
-            case Recalled(client, lease_ids):
-                return f"{client} recalled {' '.join(map(str, lease_ids))}"
-            case Reclaimed(client, nbytes):
-                return f"{client} reclaimed {nbytes // BLOCK_NBYTES}"
-            case ClientGone(client):
-                return f"{client} gone"
-            case RequestAborted(client):
-                return f"{client} aborted"
-            case Released(client):
-                return f"{client} released"
-        raise NotImplementedError(effect)
-
-
 @for_each("story", STORIES.values(), ids=STORIES)
 def test_leases(story: str) -> None:
-    sizes, _, rest = story.rpartition("; ") if "; " in story else ("", "", story)
-    teller = Teller(sizes)
-    for line in filter(None, map(str.strip, rest.splitlines())):
-        event, expected = map(str.strip, line.split("->"))
-        if expected.startswith("refused"):
-            before = plain(teller.book)
-            with pytest.raises(RemoteProtocolError, match=expected.partition(": ")[2]):
-                teller.say(event)
-            assert plain(teller.book) == before
-        else:
-            assert f"{event} -> {teller.say(event)}" == f"{event} -> {expected}"
+    tell(story, EngineTeller)
