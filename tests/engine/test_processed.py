@@ -130,8 +130,8 @@ def test_answers_and_embeddings_are_those_of_pixels(architecture: str, dtype: st
     pictures = [noise(*size, seed) for seed, size in enumerate(SIZES)]
     features = [processed(spec.processor, picture) for picture in pictures]
     for left, right in zip(pictures, features, strict=True):
-        inputs = [executor._prompts.build(ask([part])) for part in (left, right)]
-        assert are_equal(*inputs, getattr(torch, dtype))
+        one, other = (executor._prompts.build(ask([part])) for part in (left, right))
+        assert are_equal(one, other, getattr(torch, dtype))
     assert answer(executor, ask(features[:2], seed=5)) == answer(executor, ask(pictures[:2], seed=5))
     embedded = [executor.execute([StepInput(1, EncodeRequest([part]))])[0] for part in (pictures[0], features[0])]
     left, right = (output.reply.embeddings for output in embedded)  # type: ignore[union-attr]
@@ -145,8 +145,9 @@ def test_with_torchvision_as_well(tiny_model: Callable[..., Path]) -> None:
     picture = executor.describe().input.picture
     assert picture is not None
     if picture.processor is not None:
-        inputs = [executor._prompts.build(ask([part])) for part in (noise(40, 60), processed(picture.processor, noise(40, 60)))]
-        assert are_equal(*inputs, torch.float32)
+        parts = (noise(40, 60), processed(picture.processor, noise(40, 60)))
+        one, other = (executor._prompts.build(ask([part])) for part in parts)
+        assert are_equal(one, other, torch.float32)
 
 
 def test_a_processor_that_pads_pictures_to_each_other_stays_in_the_engine(
@@ -178,9 +179,9 @@ def test_arguments_of_the_processor_reach_frontends(
     assert (spec is not None) == says_so
     if spec is not None:
         picture = noise(400, 500)
-        inputs = [prompts.build(ask([part])) for part in (picture, processed(spec, picture))]
-        assert are_equal(*inputs, torch.bfloat16)
-        assert (int(inputs[0]["image_grid_thw"].prod()) <= 32) == bool(arguments)
+        one, other = (prompts.build(ask([part])) for part in (picture, processed(spec, picture)))
+        assert are_equal(one, other, torch.bfloat16)
+        assert (int(one["image_grid_thw"].prod()) <= 32) == bool(arguments)
 
 
 @for_each(

@@ -218,7 +218,8 @@ def _write_idefics3(path: Path, chat_template: bool) -> None:
     vision = transformers.models.idefics3.configuration_idefics3.Idefics3VisionConfig(
         **_VISION, image_size=4 * _PATCH_SIDE, patch_size=_PATCH_SIDE
     )
-    config = transformers.Idefics3Config(
+    config_type: Any = transformers.Idefics3Config  # which takes more than it declares
+    config = config_type(
         vision_config=vision,
         text_config=transformers.LlamaConfig(**_text_settings(tokenizer)),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),

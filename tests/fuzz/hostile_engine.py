@@ -648,7 +648,7 @@ def _broadcast(steps: Steps, sequence: int) -> bytes:
 
 
 async def _joined(config: WorkerConfig) -> Worker:
-    return Worker(NAME, 0, config, await join_in_time(NAME, 0, "label", config), Any)
+    return Worker(await join_in_time(NAME, 0, "label", config), Any)
 
 
 async def _worker_scene(data: bytes, *, changes: bool) -> None:

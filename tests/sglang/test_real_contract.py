@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ SOURCES = Path(SGLANG.submodule_search_locations[0]) / "srt"
 
 
 ON_A_CPU = {"SGLANG_USE_CPU_ENGINE": "1"}
-run = functools.partial(changed_servers.run, "SHMRING_SGLANG", **ON_A_CPU)
+run: Any = functools.partial(changed_servers.run, "SHMRING_SGLANG", **ON_A_CPU)
 
 #: What is done to SGLang, and what is then said of it.
 CHANGES = {

@@ -502,7 +502,8 @@ def test_a_killed_frontends_requests_are_not_waited_for(ring: threads.Ring, star
 
 def test_a_killed_frontends_claim_keeps_its_memory_until_it_is_done(ring: threads.Ring, start: Any) -> None:
     frontend = start(FRONTEND)
-    claim = ring.take(*map(int, frontend.says()), 5)
+    client_id, request_id = map(int, frontend.says())
+    claim = ring.take(client_id, request_id, 5)
     aborted = threading.Event()
     claim.on_abort(aborted.set)
     frontend.process.kill()

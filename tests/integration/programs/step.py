@@ -69,6 +69,7 @@ def rank(name: str, directory: str, number: int) -> None:
 if __name__ == "__main__":
     role, *arguments, last = sys.argv[1:]
     try:
-        (core if role == "core" else rank)(*arguments, int(last))
+        play: Any = core if role == "core" else rank
+        play(*arguments, int(last))
     except shmring.ShmringError as error:
         say(type(error).__name__, error.engine if isinstance(error, shmring.EngineDeadError) else "")
