@@ -171,6 +171,13 @@ STORIES = {
         a dropped -> returns 1
         look -> 0 of 0 free
         lent 3 at 1+4 -> 1 gets b at 1+4""",
+    "a lease for a large slot takes one that is nearly as large, and smaller ones where no other lease can be had": """
+        base=1 taken=1 max_leases=3; lent 2 at 10+10 for 9 ->
+        takes 8 -> nothing
+        takes 9 -> b at 10+9
+        b dropped ->
+        lent 3 at 5+1 for 9 ->
+        takes 8 -> c at 10+8""",
     "no more leases are asked for than a client may hold": """
         base=2 taken=2 max_leases=2; lent 2 at 10+2 for 9 ->
         takes 2 -> b at 10+2
