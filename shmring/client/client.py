@@ -19,7 +19,7 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
@@ -41,6 +41,7 @@ from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory
 from shmring.gpu.driver import Driver
 from shmring.memory.copier import Copier
+from shmring.request_options import Arguments, ForEngine, RequestOptions
 from shmring.statistics import ClientStatistics
 from shmring.uncopied import uncopied
 
@@ -51,16 +52,6 @@ _Reply = TypeVar("_Reply")
 _Payload = TypeVar("_Payload")
 
 _COPY_THREADS = 2  # for large copies: two saturate the memory bandwidth of most servers
-
-
-class _RequestOptions(TypedDict, total=False):
-    """For type checkers: the arguments of :meth:`Client.request` besides ``reply_type``."""
-
-    timeout: float | None
-    request_id: str
-    key: str | bytes | None
-    engine: str | None
-    retry: int
 
 
 class Client(ClientCalls):
@@ -114,10 +105,10 @@ class Client(ClientCalls):
     # -- requests ----------------------------------------------------------------------------------------------------
 
     @overload
-    async def request(self, payload: object, *, reply_type: type[_Reply], **options: Unpack[_RequestOptions]) -> _Reply: ...
+    async def request(self, payload: object, *, reply_type: type[_Reply], **options: Unpack[RequestOptions]) -> _Reply: ...
 
     @overload
-    async def request(self, payload: object, *, reply_type: Any = ..., **options: Unpack[_RequestOptions]) -> Any: ...
+    async def request(self, payload: object, *, reply_type: Any = ..., **options: Unpack[RequestOptions]) -> Any: ...
 
     async def request(
         self,
@@ -179,12 +170,12 @@ class Client(ClientCalls):
 
     @overload
     def stream(
-        self, payload: object, *, reply_type: type[_Reply], **options: Unpack[_RequestOptions]
+        self, payload: object, *, reply_type: type[_Reply], **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[_Reply, None]: ...
 
     @overload
     def stream(
-        self, payload: object, *, reply_type: Any = ..., **options: Unpack[_RequestOptions]
+        self, payload: object, *, reply_type: Any = ..., **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[Any, None]: ...
 
     async def stream(
@@ -240,24 +231,20 @@ class Client(ClientCalls):
         self.resent += 1
         return True
 
-    async def _submit_in_turn(
-        self, payload: object, request_id: str, key: str | bytes | None, engine: str | None
-    ) -> Submission:
+    async def _submit_in_turn(self, payload: object, *given: Any) -> Submission:
         """For :meth:`submit`: waits, or chooses an engine."""
-        check_route_key(key)
-        if not request_id:
-            return await self._submit_when_attached(payload, request_id, key, engine)
-        sending = self._submit_when_attached(payload, request_id, key, engine)
-        return await self._preparations.prepare(request_id, sending)
+        options = Arguments(*given)
+        check_route_key(options.key)
+        sending = self._submit_when_attached(payload, options)
+        return await (self._preparations.prepare(options.request_id, sending) if options.request_id else sending)
 
-    async def _submit_when_attached(
-        self, payload: object, request_id: str, key: str | bytes | None, engine: str | None
-    ) -> Submission:
+    async def _submit_when_attached(self, payload: object, options: Arguments) -> Submission:
+        key, engine, for_engine = options.key, options.engine, options.for_engine
         while True:
             holder, packed, on_gpu = self._engines.holder(payload, engine)
             attachment = holder or await self._engines.pick_in_time(key, engine)
             session = attachment.session
-            if self._engines.only is None and session is not None and not request_id:
+            if self._engines.only is None and session is not None and not any(for_engine):
                 attachment.check_loop()
                 submission = self._submit_now(session.end, payload, packed)
                 if submission is not None:
@@ -266,7 +253,7 @@ class Client(ClientCalls):
             try:
                 session = await self._engines.session_with(attachment, engine)
                 is_given = holder is not None or key is not None or engine is not None
-                sending = session.sending.submit_in_turn(payload, request_id)
+                sending = session.sending.submit_in_turn(payload, for_engine)
                 return await self._engines.while_it_responds(session, sending, is_given=is_given)
             except EngineDeadError:  # before it was sent
                 if on_gpu or self._engines.leaves_no_other(engine):
@@ -294,9 +281,10 @@ class Client(ClientCalls):
             WouldBlock: there is no space in this client's leases, too much is in flight, or no engine is attached.
         """
         check_name(request_id, "request_id")
+        for_engine = ForEngine(request_id)
         return _first_that_can(
             self._engines.takers(payload, key, engine),
-            lambda session: session.sending.submit_nowait(payload, request_id, ask=ask),
+            lambda session: session.sending.submit_nowait(payload, for_engine, ask=ask),
         )
 
     def abort(self, request_id: str | Iterable[str]) -> int:

@@ -26,6 +26,7 @@ from shmring.line import Line, Place
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
 from shmring.memory.slots import HostSlots
+from shmring.request_options import ForEngine
 from shmring.transport.link import Link
 
 __all__ = ["Sending"]
@@ -95,8 +96,8 @@ class Sending:
         self._again: Line[None] = Line()
         self.copies: dict[asyncio.Future[None], ClientSlotRecord] = {}
 
-    async def submit_in_turn(self, payload: object, name: str) -> Submission:
-        """Packs and sends a payload, waiting for space, for a request's turn, and for an engine that reads."""
+    async def submit_in_turn(self, payload: object, for_engine: ForEngine) -> Submission:
+        """Packs and sends a payload: waits for space, for a request's turn, and for an engine that reads."""
         # The stream of now: while this waits, another task may make another stream the current one.
         stream = self._device_slots.current_stream() if self._device_slots.held else None
         self._link.poll()  # slots that the engine has released meanwhile may be used again
@@ -107,7 +108,7 @@ class Sending:
         try:
             while True:
                 self._life.check_alive()
-                packed = self.end.pack(payload, name)
+                packed = self.end.pack(payload, *for_engine)
                 submission = self._send_now(packed, stream, self._copier.at_once_nbytes)
                 if submission is None:
                     submission = await self._send_in_turn(packed, stream, flight)
@@ -210,20 +211,20 @@ class Sending:
 
     # -- without waiting -----------------------------------------------------------------------------------------------------
 
-    def submit_nowait(self, payload: object, name: str, *, ask: bool) -> Submission:
+    def submit_nowait(self, payload: object, for_engine: ForEngine, *, ask: bool) -> Submission:
         """Sends a payload if nothing has to be waited for; the copy is made in the loop."""
         self._begin_nowait()
         try:
-            return self._send_nowait(self.end.pack(payload, name), ask=ask)
+            return self._send_nowait(self.end.pack(payload, *for_engine), ask=ask)
         except BaseException:
             self.end.end_flight()
             raise
 
-    async def submit_unless_full(self, payload: object, name: str, *, ask: bool) -> Submission:
+    async def submit_unless_full(self, payload: object, for_engine: ForEngine, *, ask: bool) -> Submission:
         """As :meth:`submit_nowait`, for a loop that several threads wait for: a long copy is made on a thread."""
         self._begin_nowait()
         try:
-            packed = self.end.pack(payload, name)
+            packed = self.end.pack(payload, *for_engine)
             if packed.slot_nbytes <= self._copier.offload_nbytes:
                 return self._send_nowait(packed, ask=ask)
             slot = self._host_slots.acquire_nowait(packed.slot_nbytes, held=False, ask=ask)

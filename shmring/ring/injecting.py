@@ -18,13 +18,14 @@ import asyncio
 import os
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from shmring.core.compiled import BaseFrontend, EngineEnd, Packed
 from shmring.core.effects import EngineEffect
 from shmring.core.messages import Failed
 from shmring.errors import AbortedError, ClosedError, RemoteError, WouldBlock
 from shmring.memory.bundles import Bundle, copied_bundle
+from shmring.request_options import EngineOptions, ForEngine
 from shmring.ring.frontend import fit_text
 from shmring.ring.life import Life
 
@@ -183,12 +184,12 @@ class Injector(BaseFrontend):
         """Requests of all clients that have not ended, and those of them that are not claimed. Statistics count slots, too."""
         return self.end.running_count + self.end.waiting_count, self.end.waiting_count
 
-    def inject(self, payload: Bundle, *, request_id: str = "") -> Injected:
+    def inject(self, payload: Bundle, **options: Unpack[EngineOptions]) -> Injected:
         """Submits a request behind all that have come. Its tensors are viewed where they lie.
 
         Args:
             payload: its payload; the memory of its tensors must not change before the request has released it.
-            request_id: the caller's own name for it.
+            options: ``request_id``, the caller's own name for it.
 
         Raises:
             WouldBlock: ``max_inflight`` requests of this injector have not ended.
@@ -202,9 +203,11 @@ class Injector(BaseFrontend):
         if len(self._requests) >= self._life.config.max_inflight:
             raise WouldBlock(f"{len(self._requests)} requests are in flight, the engine takes no more (max_inflight)")
         self._last_request_id += 1
-        request = self._requests[self._last_request_id] = Injected(self, self._last_request_id, request_id, self._limit_nbytes)
+        for_engine = ForEngine(**options)
+        request = Injected(self, self._last_request_id, for_engine.request_id, self._limit_nbytes)
+        self._requests[request.request_id] = request
         try:
-            self.end.inject(self, request.request_id, request_id, payload)
+            self.end.inject(self, request.request_id, *for_engine, payload)
         except BaseException:
             del self._requests[request.request_id]
             raise

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
 import typing_extensions
 
@@ -27,9 +27,10 @@ import shmring.client.submission as submission_in_loop
 from shmring.client.connecting import Options, open_client
 from shmring.config import ClientConfig
 from shmring.core.compiled import Mark
-from shmring.door import check_name, timeout_of
+from shmring.door import timeout_of
 from shmring.errors import ClosedError, WouldBlock
 from shmring.gpu.device_slots import DeviceSlots
+from shmring.request_options import Arguments, SubmitOptions, signed_as
 from shmring.threads.blocking import Blocking, blocking, blocking_stream, done_in_loop, handed_out, like, read_through
 from shmring.threads.loop_calls import LoopRunner, within
 from shmring.threads.loop_thread import LoopThread
@@ -294,36 +295,26 @@ def _leave_if_found(kept: Kept[Any] | None) -> None:
 class _ClientInLoop(client_in_loop.Client):
     """Further calls of a client, for threads."""
 
+    @signed_as(client_in_loop.Client.submit)
     async def submit_in_time(
-        self,
-        payload: object,
-        *,
-        timeout: float | None = None,
-        request_id: str = "",
-        key: str | bytes | None = None,
-        engine: str | None = None,
+        self, payload: object, *, timeout: float | None = None, **options: Unpack[SubmitOptions]
     ) -> submission_in_loop.Submission:
-        """As :meth:`submit`, within so many seconds."""
-        with self._deadlines.within(timeout, lambda: self._engines.why_not_sent(engine)):
-            return await self.submit(payload, request_id=request_id, key=key, engine=engine)
+        """Submits within so many seconds; otherwise as :meth:`submit`."""
+        with self._deadlines.within(timeout, lambda: self._engines.why_not_sent(options.get("engine"))):
+            return await self.submit(payload, **options)
 
+    @signed_as(client_in_loop.Client.submit_nowait)
     async def submit_unless_full(
-        self,
-        payload: object,
-        *,
-        request_id: str = "",
-        ask: bool = True,
-        key: str | bytes | None = None,
-        engine: str | None = None,
+        self, payload: object, *, ask: bool = True, **options: Unpack[SubmitOptions]
     ) -> submission_in_loop.Submission:
-        """As :meth:`submit_nowait`, with a long copy made beside the loop."""
-        check_name(request_id, "request_id")
+        """Submits with a long copy made beside the loop; otherwise as :meth:`submit_nowait`."""
+        given = Arguments.of(options)
         full: WouldBlock | None = None
-        for session in self._engines.takers(payload, key, engine):
+        for session in self._engines.takers(payload, given.key, given.engine):
             if full is not None and session.error is not None:
                 continue  # it has ended meanwhile
             try:
-                return await session.sending.submit_unless_full(payload, request_id, ask=ask)
+                return await session.sending.submit_unless_full(payload, given.for_engine, ask=ask)
             except WouldBlock as error:
                 full = full or error
         assert full is not None, "there is an engine"

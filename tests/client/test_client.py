@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.request_options import ForEngine
 from tests.sessions import session_of
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -311,9 +312,9 @@ async def test_who_is_cancelled_in_its_turn_is_not_in_flight(serve: Any, connect
     client = await connect(lease_nbytes="512KiB", copy_offload_nbytes=20_000)
     session = session_of(client)
     if by_a_thread:
-        sending: Any = session.sending.submit_unless_full({"x": tensor(100_000, 1)}, "", ask=True)
+        sending: Any = session.sending.submit_unless_full({"x": tensor(100_000, 1)}, ForEngine(), ask=True)
     else:
-        sending = session.sending.submit_in_turn({"x": tensor(100_000, 1)}, "")
+        sending = session.sending.submit_in_turn({"x": tensor(100_000, 1)}, ForEngine())
     copying = asyncio.create_task(sending)
     await asyncio.sleep(0)
     assert session.end.in_flight == 1

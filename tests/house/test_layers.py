@@ -33,6 +33,7 @@ ENDS_STAND_ON = (
     "shmring.statistics",
     "shmring.snapshot",
     "shmring.opening",
+    "shmring.request_options",
 )
 
 # What each part may import of this repository beside itself: other parts, or single modules of them. "shmring" is the package
@@ -42,6 +43,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.config": ("shmring.door",),
     "shmring.door": ("shmring.errors",),
     "shmring.uncopied": (),
+    "shmring.request_options": ("shmring.door",),
     "shmring.statistics": (),
     "shmring.snapshot": (),
     "shmring.cancellation": (),
@@ -61,6 +63,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("shmring.door", "shmring.uncopied", "shmring.core.loggers"),
         # a client in a Ray cluster is made of the parts of the other one
         *("shmring.client", "shmring.cancellation", "shmring.line", "shmring.opening", "shmring.statistics"),
+        "shmring.request_options",
         # an actor of Ray hosts an engine
         *("shmring.engine.core", "shmring.engine.executors", "shmring.engine.executors.interface", "shmring.engine.scheduler"),
         *("shmring.engine.protocol", "shmring.engine.counted", "shmring.engine.distributions", "shmring.engine.metrics"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.request_options import ForEngine
 from tests.forked import in_child
 from tests.nursery import Nursery
 
@@ -64,7 +65,7 @@ async def test_a_forked_child_can_use_neither_end(serve: Any, connect: Any, even
         client.submit(1),
         ring.claim(),
         claim.reply({"x": torch.ones(5000)}),
-        submission._end.shell.sending.submit_in_turn(1, ""),
+        submission._end.shell.sending.submit_in_turn(1, ForEngine()),
     ]
 
     def as_child() -> None:

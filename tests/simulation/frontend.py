@@ -43,6 +43,7 @@ from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, ShmringError, WouldBlock
 from shmring.memory import slots as slots_module
 from shmring.memory.slab import Slab
+from shmring.request_options import ForEngine
 from tests.model.inside import slots_here, slots_with_engine
 from tests.records import submit_of
 from tests.simulation.around import Connected, Copying, CopyingThreads, End, standing_on
@@ -406,7 +407,7 @@ class Session:
         payload = payload_of([np.zeros(content_nbytes(blocks), np.uint8)], number, self.midst.code)
         try:
             with self.loop.running():
-                submission = self.real.sending.submit_nowait(payload, "", ask=True)
+                submission = self.real.sending.submit_nowait(payload, ForEngine(), ask=True)
         except ShmringError as error:
             require(isinstance(error, WouldBlock) or self.ended, f"who does not wait gets {type(error).__name__}: {error}")
             return
@@ -421,7 +422,7 @@ class Session:
         if submission is not None:
             self._was_sent(submission, number)
         elif not self.ended:
-            self._begin(Wants.REQUEST, blocks, self.real.sending.submit_in_turn(payload, ""), slots, number)
+            self._begin(Wants.REQUEST, blocks, self.real.sending.submit_in_turn(payload, ForEngine()), slots, number)
 
     def _was_sent(self, submission: Submission, number: int) -> None:
         require(not self.ended or submission.ended, "a request was sent when its session had ended")

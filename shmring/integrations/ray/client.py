@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import shmring
 from shmring.client.deadlines import Deadlines
@@ -30,6 +30,7 @@ from shmring.integrations.ray.far_slot import FarSlot
 from shmring.integrations.ray.far_submission import FarSubmission
 from shmring.integrations.ray.routing import Route
 from shmring.opening import Opening
+from shmring.request_options import Arguments, SubmitOptions, signed_as
 from shmring.statistics import ClientStatistics
 from shmring.uncopied import uncopied
 
@@ -140,16 +141,15 @@ class Client:
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
+    @signed_as(shmring.Client.request)
     async def request(
         self,
         payload: object,
         *,
         timeout: float | None = None,
         reply_type: Any = Any,
-        request_id: str = "",
-        key: str | bytes | None = None,
-        engine: str | None = None,
         retry: int = 0,
+        **options: Unpack[SubmitOptions],
     ) -> Any:
         """Sends a payload and waits for its one reply. Cancelling aborts the request.
 
@@ -160,11 +160,12 @@ class Client:
             retry: how often it may be sent again because its engine died before a reply had come, or because Ray can't say
                 whether the engine has got it. It may then have been carried out twice, or in part.
         """
-        retry = check_retry(retry, engine)
-        with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(engine)) as deadline:
+        given = Arguments.of(options)
+        retry = check_retry(retry, given.engine)
+        with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(given.engine)) as deadline:
             why_not_sent = deadline.waits_for
             while True:
-                connection, way, submission = await self._submit(payload, request_id, key, engine, one_reply=True)
+                connection, way, submission = await self._submit(payload, given, one_reply=True)
                 deadline.waits_for = submission._why_no_reply
                 try:
                     return await submission.result(reply_type)
@@ -175,22 +176,22 @@ class Client:
                     submission.abort()
                     raise
 
+    @signed_as(shmring.Client.stream)
     async def stream(
         self,
         payload: object,
         *,
         timeout: float | None = None,
         reply_type: Any = Any,
-        request_id: str = "",
-        key: str | bytes | None = None,
-        engine: str | None = None,
         retry: int = 0,
+        **options: Unpack[SubmitOptions],
     ) -> AsyncGenerator[Any, None]:
         """Sends a payload and yields its replies as they come. Leaving the loop early aborts the request.
 
         Arguments and errors are those of :meth:`request`; ``timeout`` bounds the waiting.
         """
-        retry = check_retry(retry, engine)
+        given = Arguments.of(options)
+        retry = check_retry(retry, given.engine)
         timeout = timeout_of(timeout)
         until_s = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
@@ -201,8 +202,8 @@ class Client:
                 return [await submission.next(reply_type)]
 
         while True:
-            with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(engine), until_s=until_s):
-                connection, way, submission = await self._submit(payload, request_id, key, engine)
+            with self._deadlines.within(timeout, lambda: self._connections.why_not_sent(given.engine), until_s=until_s):
+                connection, way, submission = await self._submit(payload, given)
             try:
                 while True:
                     try:
@@ -216,36 +217,28 @@ class Client:
             finally:
                 submission.abort()
 
-    async def submit(
-        self, payload: object, *, request_id: str = "", key: str | bytes | None = None, engine: str | None = None
-    ) -> shmring.Submission | FarSubmission:
+    @signed_as(shmring.Client.submit)
+    async def submit(self, payload: object, **options: Unpack[SubmitOptions]) -> shmring.Submission | FarSubmission:
         """Sends a payload, and returns when it is an engine's, or on its way there; see :meth:`shmring.Client.submit`.
 
         Nothing that was sent is sent again.
         """
-        _, _, submission = await self._submit(payload, request_id, key, engine)
-        return submission
+        return (await self._submit(payload, Arguments.of(options)))[2]
 
     async def _submit(
-        self,
-        payload: object,
-        request_id: str,
-        key: str | bytes | None,
-        engine: str | None,
-        *,
-        one_reply: bool = False,
+        self, payload: object, options: Arguments, *, one_reply: bool = False
     ) -> tuple[Connection, Way, shmring.Submission | FarSubmission]:
-        check_name(request_id, "request_id")
+        name, for_engine = options.request_id, options.for_engine
         while True:
-            connection, way = await self._named(request_id, self._connections.chosen(key, engine, payload))
+            connection, way = await self._named(name, self._connections.chosen(options.key, options.engine, payload))
             try:
                 if isinstance(way, FarClient):
-                    sending = way.submit(payload, request_id, one_reply=one_reply)
-                    return connection, way, await self._named(request_id, sending)
-                return connection, way, await way.submit(payload, request_id=request_id)
+                    sending = way.submit(payload, for_engine, one_reply=one_reply)
+                    return connection, way, await self._named(name, sending)
+                return connection, way, await way.submit(payload, **for_engine._asdict())
             except EngineDeadError as error:  # before it was sent
                 connection.lose(way, error)
-                if self._connections.leaves_no_other(engine):
+                if self._connections.leaves_no_other(options.engine):
                     raise _named_as(error, connection) from None
 
     async def _named(self, name: str, work: Awaitable[_Result]) -> _Result:

@@ -267,8 +267,10 @@ class HostedEngine:
         if injector is None:
             raise UnknownClientError(f"engine {self._name!r} has started again", engine=self._name)
         if self._given_up.pop(known, self) is None:
-            raise shmring.AbortedError(f"request {call.number} was aborted before it came", request_id=call.name or call.number)
-        injected = self._far[known] = injector.inject(payload.pop(), request_id=call.name)
+            raise shmring.AbortedError(
+                f"request {call.number} was aborted before it came", request_id=call.for_engine.request_id or call.number
+            )
+        injected = self._far[known] = injector.inject(payload.pop(), **call.for_engine._asdict())
         try:
             yield injected
         finally:

@@ -17,6 +17,7 @@ import msgspec
 
 from shmring.integrations.ray.directory import Load
 from shmring.memory.bundles import Bundle
+from shmring.request_options import ForEngine
 
 __all__ = ["SMALL_NBYTES", "Call", "Outcome", "Sent", "size_of", "to_call", "to_frame", "to_outcome", "to_sent"]
 
@@ -31,13 +32,13 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         client: as it has entered.
         number: of the request; a client uses each once.
-        name: the caller's own name for the request.
+        for_engine: what the engine is told beside it.
         left_s: how long it may take; None: as long as it does.
     """
 
     client: str
     number: int
-    name: str
+    for_engine: ForEngine
     left_s: float | None
 
 
