@@ -198,9 +198,7 @@ def _attributes(end: type) -> dict[str, str]:
 
 def _first_sentence(text: str) -> str:
     """Returns the first sentence of a docstring."""
-    paragraph = " ".join(text.split("\n\n")[0].split())
-    if not paragraph.startswith("The same"):  # which says too little by itself
-        paragraph = re.split(r"(?<=[.:]) (?=[A-Z`])", paragraph)[0]
+    paragraph = re.split(r"(?<=[.:]) (?=[A-Z`])", " ".join(text.split("\n\n")[0].split()))[0]
     return paragraph[:1].upper() + paragraph[1:].rstrip(".:") + "."
 
 

@@ -66,7 +66,7 @@ class ServedModel:
         return self.checked(await self.describe(), name, task)
 
     def checked(self, description: ModelDescription, name: str, task: str) -> ModelDescription:
-        """The same with a description that is known."""
+        """Returns a description, if its model is the one that a request names, and can do the task. Raises as :meth:`check`."""
         served = self._names or [description.model]
         if name not in served:
             raise _unknown(name, served)

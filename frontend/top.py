@@ -330,7 +330,7 @@ def _tables(snapshot: RingSnapshot) -> list[_Table]:
 
 
 def _requests_of_server(snapshot: RingSnapshot) -> _Table:
-    """As the scheduler knows them."""
+    """Requests as the scheduler knows them."""
     program = snapshot.program
     count = program["running"] + program["paused_requests"] + program["waiting"]
     rows = [

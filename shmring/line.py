@@ -16,14 +16,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Generic, TypeAlias, TypeVar
 
-__all__ = ["Line", "Place", "give"]
+__all__ = ["Place", "WaitingLine", "give"]
 
 _Thing = TypeVar("_Thing")
 
 Place: TypeAlias = asyncio.Future[_Thing]
 
 
-class Line(dict[Place[_Thing], Any], Generic[_Thing]):
+class WaitingLine(dict[Place[_Thing], Any], Generic[_Thing]):
     """A line of tasks: the places in order of arrival, each with its wish. Lives in a loop.
 
     It keeps only the places of the waiting tasks: callbacks would make reference cycles with the owner of the line.

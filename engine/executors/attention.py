@@ -280,7 +280,7 @@ class _Piece:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, output: torch.Tensor
     ) -> None:
-        """As of single tokens."""
+        """Remembers the keys and values of these tokens, and puts what they see into their columns of the output."""
         query, key, value = (tensor[:, self._columns] for tensor in (query, key, value))
         if self._row is not None:
             keys, values = (memory[self._row.index] for memory in self._row.shelf.layer(layer, key, value))

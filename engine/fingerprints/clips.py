@@ -86,7 +86,7 @@ def fingerprint_clip(frames: torch.Tensor, timestamps_s: Sequence[float], durati
 def fingerprint_clip_in_steps(
     frames: torch.Tensor, timestamps_s: Sequence[float], duration_s: float
 ) -> Generator[None, None, torch.Tensor]:
-    """As :func:`fingerprint_clip`, and yields behind each frame, which takes a few milliseconds."""
+    """Returns what :func:`fingerprint_clip` does, and yields behind each frame, which takes a few milliseconds."""
     _check_clip(frames, timestamps_s, duration_s)
     moments = yield from _describe_moments(frames, timestamps_s, max(duration_s, timestamps_s[-1]))
     waves = math.sqrt(2) * product(cosine_waves(_WAVES, _MOMENTS), moments)

@@ -95,7 +95,7 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    """The same, which nobody can read."""
+    """What the model wrote for itself, of an earlier answer, encrypted: nobody can read it."""
 
     data: str
 

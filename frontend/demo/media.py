@@ -49,7 +49,7 @@ class Sample:
 
     @property
     def media_type(self) -> str:
-        """As a data: URL names it."""
+        """The type of the file, for a data: URL."""
         return "audio/mpeg" if self.alteration.startswith("MP3") else _MEDIA_TYPES[self.kind]
 
 

@@ -128,7 +128,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class ChatLogprob(TopLogprob):
-    """The same of a token of the answer, and of those that were likeliest in its place."""
+    """How likely a token of the answer was, and the tokens that were likeliest in its place."""
 
     top_logprobs: list[TopLogprob]
 

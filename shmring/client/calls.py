@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from shmring.client.life import Life
+from shmring.client.life import SessionLife
 from shmring.client.sending import Sending
 from shmring.core.compiled import check_count, decode_values
 from shmring.core.messages import Call, CallResult
@@ -33,7 +33,7 @@ class CallsInFlight:
         sending: of the session.
     """
 
-    def __init__(self, life: Life, link: Link, sending: Sending) -> None:
+    def __init__(self, life: SessionLife, link: Link, sending: Sending) -> None:
         self._life = life
         self._link = link
         self._sending = sending

@@ -268,7 +268,7 @@ class Client(ClientCalls):
         key: str | bytes | None = None,
         engine: str | None = None,
     ) -> Submission:
-        """The same if nothing has to be waited for; the copy is made in the loop.
+        """Sends a payload if nothing has to be waited for; the copy is made in the loop.
 
         Unless a slot, a key or ``engine`` decides, the payload may go to any engine with room for it. In
         :mod:`shmring.threads`, a long copy is made beside the loop, and waited for.

@@ -321,7 +321,7 @@ class Engines:
         return self.attachments[self._router.choose(loads)] if loads else None
 
     async def pick_in_time(self, key: str | bytes | None, engine: str | None) -> Attachment:
-        """The same, but with several engines it waits until one is attached."""
+        """Chooses as :meth:`pick` does. With several engines, this waits until one is attached."""
         while (attachment := self.pick(key, engine)) is None:
             await self.some_engine()
             await asyncio.sleep(0)  # a connection that has ended says so in the loop's next turn

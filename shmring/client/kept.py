@@ -21,7 +21,7 @@ from typing import Any, Generic, Self
 import msgspec
 from typing_extensions import TypeVar
 
-from shmring.client.life import Life
+from shmring.client.life import SessionLife
 from shmring.client.sending import Sending
 from shmring.core.compiled import ClientEnd, ClientSlotRecord, KeptContent, Packed, kept_slot
 from shmring.core.dropped import give_back_soon, warn_of
@@ -38,7 +38,7 @@ from shmring.core.messages import (
 )
 from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, ClosedError, RemoteError, RemoteProtocolError, WouldBlock
-from shmring.line import Line, Place
+from shmring.line import Place, WaitingLine
 from shmring.memory.slab import Slab
 from shmring.memory.slots import HostSlots
 from shmring.transport.link import Link
@@ -171,7 +171,7 @@ class KeptContents:
 
     def __init__(
         self,
-        life: Life,
+        life: SessionLife,
         end: ClientEnd,
         link: Link,
         host_slots: HostSlots,
@@ -190,7 +190,7 @@ class KeptContents:
         self._pins: dict[int, _Pin] = {}  # by generation
         self._by_key: dict[bytes, _Pin] = {}
         self._asking = asyncio.Semaphore(MAX_FINDS)
-        self._line: Line[_Pin | NotKept] = Line()
+        self._line: WaitingLine[_Pin | NotKept] = WaitingLine()
         self._answers: dict[int, tuple[Place[_Pin | NotKept], bytes, ClientSlotRecord | None]] = {}
 
     def __len__(self) -> int:

@@ -11,10 +11,10 @@ from shmring.core.messages import Welcome
 from shmring.errors import ClosedError, EngineDeadError, ShmringError, fresh
 from shmring.transport.loops import check_loop
 
-__all__ = ["Life"]
+__all__ = ["SessionLife"]
 
 
-class Life:
+class SessionLife:
     """See above. The session lives in the loop that this is made in.
 
     Attributes:
@@ -57,7 +57,7 @@ class Life:
             raise self.closed_error()
 
     def check_readable(self) -> None:
-        """The same for replies that came in messages, which are here although the engine has gone."""
+        """Raises unless replies that came in messages may be read: they are here although the engine has gone."""
         if not self.is_usable and (self._origin.forked or not isinstance(self.error, EngineDeadError)):
             self.check_alive()
 

@@ -16,13 +16,13 @@ import contextlib
 import math
 from collections.abc import Callable
 
-from shmring.client.life import Life
+from shmring.client.life import SessionLife
 from shmring.client.submission import Submission
 from shmring.core.compiled import ClientEnd, ClientSlotRecord, Packed
 from shmring.errors import PeerLostError, WouldBlock
 from shmring.gpu.cuda import Stream
 from shmring.gpu.device_slots import DeviceSlots
-from shmring.line import Line, Place
+from shmring.line import Place, WaitingLine
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
 from shmring.memory.slots import HostSlots
@@ -74,7 +74,7 @@ class Sending:
 
     def __init__(
         self,
-        life: Life,
+        life: SessionLife,
         end: ClientEnd,
         link: Link,
         host_slots: HostSlots,
@@ -92,8 +92,8 @@ class Sending:
         self._slab = slab
         self._count_pins = count_pins
         # Lines of requests that wait until fewer are in flight. Those in the second line have space already, and come first.
-        self._turns: Line[None] = Line()
-        self._again: Line[None] = Line()
+        self._turns: WaitingLine[None] = WaitingLine()
+        self._again: WaitingLine[None] = WaitingLine()
         self.copies: dict[asyncio.Future[None], ClientSlotRecord] = {}
 
     async def submit_in_turn(self, payload: object, for_engine: ForEngine) -> Submission:
@@ -221,7 +221,7 @@ class Sending:
             raise
 
     async def submit_unless_full(self, payload: object, for_engine: ForEngine, *, ask: bool) -> Submission:
-        """As :meth:`submit_nowait`, for a loop that several threads wait for: a long copy is made on a thread."""
+        """Sends a payload if there is space and a turn for it now. A long copy is made on a thread: others use the loop."""
         self._begin_nowait()
         try:
             packed = self.end.pack(payload, *for_engine)

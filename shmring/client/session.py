@@ -20,7 +20,7 @@ from pathlib import Path
 from shmring.client.calls import CallsInFlight
 from shmring.client.counters import ClientCounters
 from shmring.client.kept import KeptContents
-from shmring.client.life import Life
+from shmring.client.life import SessionLife
 from shmring.client.sending import Sending
 from shmring.client.slot import DeviceSlot, Slot
 from shmring.client.submission import Submission
@@ -106,7 +106,7 @@ class Session:
 
     def __init__(
         self,
-        life: Life,
+        life: SessionLife,
         copier: Copier,
         cuda: Cuda,
         device_memory: DeviceMemory,
@@ -206,7 +206,7 @@ class Session:
         engine_uids = config.engine_uids if config.engine_uids is not None else frozenset({os.getuid()})
         engine = await attach_engine(path, Hello(PROTOCOL_VERSION, int(config.lease_nbytes), name), engine_uids)
         try:
-            life = Life(path.stem, engine.welcome, config, counters)
+            life = SessionLife(path.stem, engine.welcome, config, counters)
             session = cls._attach(life, engine, copier, cuda, device_memory, on_lost)
         except BaseException:
             give_up(engine.socket)
@@ -219,7 +219,7 @@ class Session:
     @classmethod
     def _attach(
         cls,
-        life: Life,
+        life: SessionLife,
         engine: AttachedEngine,
         copier: Copier,
         cuda: Cuda,

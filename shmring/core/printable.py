@@ -17,7 +17,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same for a text of any length with lines and tabs, such as a traceback."""
+    """Returns a peer's text of any length, such as a traceback, with its lines and tabs. All the rest of it can be printed."""
     return "\n".join("\t".join(map(_escaped, line.split("\t"))) for line in text.split("\n"))
 
 

@@ -139,7 +139,7 @@ class DeviceSlots(Slots):
         return self.opened(device_index)
 
     def opened(self, device_index: int | None) -> DeviceSlots:
-        """The same if that was done before.
+        """Returns these slots if :meth:`open` has attached before.
 
         Raises:
             WouldBlock: it was not.
@@ -325,7 +325,7 @@ class DeviceSlots(Slots):
             self._collect_deaths()
 
     def lose(self) -> list[asyncio.Future[Any]]:
-        """As :meth:`Slots.lose`; unmaps the slab on a thread, as soon as nobody views it."""
+        """Returns what callers wait for, which will not come. The slab is unmapped on a thread, as soon as nobody views it."""
         if self._is_open:
             self._abandon()
         return super().lose()

@@ -30,7 +30,7 @@ from shmring.core.compiled import GpuMemory, Mark, Region, Regions, RunAllocator
 from shmring.core.loggers import logger_of
 from shmring.errors import CapacityError, ClosedError, WouldBlock
 from shmring.gpu.cuda import Cuda, CudaError
-from shmring.line import Line
+from shmring.line import WaitingLine
 
 __all__ = ["StagingPart", "StagingRing"]
 
@@ -91,7 +91,7 @@ class StagingRing:
         self._number = 0  # of the last part
         self._retired: list[tuple[Mark, StagingPart]] = []
         self._users: set[int] = set()
-        self._line: Line[StagingPart] = Line()
+        self._line: WaitingLine[StagingPart] = WaitingLine()
         self._poll: asyncio.TimerHandle | None = None
         self._closed = False
 

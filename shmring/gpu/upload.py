@@ -139,7 +139,7 @@ class Uploads:
         stream: Stream | None,
         given: Given = NOTHING_GIVEN,
     ) -> Any:
-        """The same if nothing has to be waited for.
+        """Copies tensors to a device as :meth:`upload` does, if nothing has to be waited for.
 
         Raises:
             WouldBlock: the device's staging memory is full, or was never used; or the slab is not pinned, and the copy large.

@@ -137,11 +137,6 @@ class KeptConnection:
         return self._reach.reason
 
     @property
-    def is_connecting(self) -> bool:
-        """Whether it is not known yet if there is a ring."""
-        return not self.is_connected and self.reason == "connecting"
-
-    @property
     def is_connected(self) -> bool:
         """Whether tensors can be sent."""
         return self._client is not None and self._client.connected

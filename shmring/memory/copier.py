@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from shmring.cancellation import uninterrupted
 from shmring.core.compiled import CopyBudget, Mapping, Packed
-from shmring.line import Line
+from shmring.line import WaitingLine
 
 __all__ = ["Copier"]
 
@@ -43,7 +43,7 @@ class Copier(CopyBudget):
         self.at_once_nbytes = offload_nbytes
         self.copied_in_turn = False
         self._turn_nbytes = 0  # bytes of this turn of the loop: copied, or granted to a waiting copy
-        self._line: Line[None] = Line()
+        self._line: WaitingLine[None] = WaitingLine()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shmring-copy")
 
     async def turn(self, nbytes: int) -> None:

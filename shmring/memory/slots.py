@@ -25,7 +25,7 @@ from shmring.core.geometry import ClientBookLimits, Geometry
 from shmring.core.loggers import logger_of
 from shmring.core.messages import HOST_MEMORY, FrontendMessage, LeaseGrant, LeaseReturn, Memory, Welcome
 from shmring.errors import WouldBlock
-from shmring.line import Line, Place, give
+from shmring.line import Place, WaitingLine, give
 from shmring.memory.slab import Slab
 
 __all__ = ["HostSlots", "Owner", "Slots"]
@@ -88,7 +88,7 @@ class Slots:
                 first_block=first_block,
             )
         )
-        self._line: Line[ClientSlotRecord] = Line()
+        self._line: WaitingLine[ClientSlotRecord] = WaitingLine()
         self._left: dict[int, ClientSlotRecord] = {}  # by id: left by their caller, and still in use
         self._expiry: asyncio.TimerHandle | None = None
         self._moment: asyncio.TimerHandle | None = None  # while callers wait, and until the end of one moment more

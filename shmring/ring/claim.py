@@ -119,7 +119,7 @@ class Claim(ClaimCalls, Generic[_Payload]):
         return payload
 
     def to_nowait(self, device: torch.device | str | int, stream: Stream | None = None) -> _Payload:
-        """The same if nothing has to be waited for.
+        """Copies the payload's tensors to a GPU, and releases the slots, if nothing has to be waited for.
 
         Raises:
             WouldBlock: the GPU's staging memory is full or was never used; or the slab is not pinned, and the copy large; or
@@ -165,7 +165,7 @@ class Claim(ClaimCalls, Generic[_Payload]):
         return self._shell.workers.share(self, beside, to, timeout)
 
     def share_nowait(self, beside: object = None, *, to: Iterable[int] | None = None) -> tuple[int, ...]:
-        """The same if nothing has to be waited for.
+        """Sends the payload to the engine's workers, and another one beside it, if nothing has to be waited for.
 
         Raises:
             WouldBlock: workers are behind, or others wait to send.

@@ -54,7 +54,7 @@ from shmring.core.printable import printable
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
 from shmring.gpu.device_claims import DeviceClaims
 from shmring.ring import limits
-from shmring.ring.life import Life
+from shmring.ring.life import RingLife
 from shmring.ring.moments import Moments
 from shmring.transport.endpoint import Peer
 from shmring.transport.link import Link
@@ -94,7 +94,7 @@ class Frontend(BaseFrontend):
 
     def __init__(
         self,
-        life: Life,
+        life: RingLife,
         end: EngineEnd,
         calls: Mapping[str, CallHandler],
         device_claims: tuple[DeviceClaims, ...],

@@ -27,7 +27,7 @@ from shmring.memory.slab import Slab
 from shmring.ring import limits
 from shmring.ring.frontend import Frontend
 from shmring.ring.injecting import Injector
-from shmring.ring.life import Life
+from shmring.ring.life import RingLife
 from shmring.transport.endpoint import Peer, answer_inspection, greet, refuse, send_welcome
 from shmring.transport.listener import Listener
 from shmring.transport.liveness import ProcessWatch
@@ -108,7 +108,7 @@ class Handshakes:
 
     def __init__(
         self,
-        life: Life,
+        life: RingLife,
         book: EngineBook,
         listener: Listener,
         geometry: Geometry,

@@ -27,7 +27,7 @@ from shmring.errors import AbortedError, ClosedError, RemoteError, WouldBlock
 from shmring.memory.bundles import Bundle, copied_bundle
 from shmring.request_options import EngineOptions, ForEngine
 from shmring.ring.frontend import fit_text
-from shmring.ring.life import Life
+from shmring.ring.life import RingLife
 
 __all__ = ["Injected", "Injector"]
 
@@ -154,7 +154,7 @@ class Injector(BaseFrontend):
 
     def __init__(
         self,
-        life: Life,
+        life: RingLife,
         end: EngineEnd,
         carry_out: Callable[[list[EngineEffect]], None],
         limit_nbytes: int,

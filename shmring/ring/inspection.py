@@ -23,7 +23,7 @@ from shmring.core.printable import printable
 from shmring.core.states import EngineSlot, Lease
 from shmring.ring.frontend import Frontend
 from shmring.ring.injecting import Injector
-from shmring.ring.life import Life
+from shmring.ring.life import RingLife
 from shmring.snapshot import (
     MAX_CLIENTS,
     MAX_REQUESTS,
@@ -68,7 +68,7 @@ class Inspection:
 
     def __init__(
         self,
-        life: Life,
+        life: RingLife,
         book: EngineBook,
         end: EngineEnd,
         geometry: Geometry,

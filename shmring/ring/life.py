@@ -15,12 +15,12 @@ from shmring.ring import limits
 from shmring.snapshot import MAX_ERRORS
 from shmring.transport.loops import check_loop, poller_of
 
-__all__ = ["Life"]
+__all__ = ["RingLife"]
 
 _MAX_ERROR_CHARACTERS = 500  # of an error in a snapshot; the log has the rest
 
 
-class Life:
+class RingLife:
     """See above. It begins in the loop that it is made in.
 
     Attributes:

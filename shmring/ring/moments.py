@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from shmring.core.compiled import EngineBook
 from shmring.core.effects import EngineEffect
-from shmring.ring.life import Life
+from shmring.ring.life import RingLife
 
 __all__ = ["Moments"]
 
@@ -27,7 +27,7 @@ class Moments:
         carry_out: carries effects of the book out.
     """
 
-    def __init__(self, life: Life, book: EngineBook, carry_out: Callable[[list[EngineEffect]], None]) -> None:
+    def __init__(self, life: RingLife, book: EngineBook, carry_out: Callable[[list[EngineEffect]], None]) -> None:
         self._life = life
         self._book = book
         self._carry_out = carry_out

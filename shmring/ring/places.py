@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-from shmring.line import Line
+from shmring.line import WaitingLine
 
 __all__ = ["Place", "Places", "own_place"]
 
@@ -22,8 +22,8 @@ class Places:
 
     def __init__(self, count: int) -> None:
         self._free = count
-        self._returning: Line[None] = Line()
-        self._new: Line[None] = Line()
+        self._returning: WaitingLine[None] = WaitingLine()
+        self._new: WaitingLine[None] = WaitingLine()
 
     async def take(self, *, returns: bool = False) -> None:
         """Waits for a place, and takes it.
@@ -54,7 +54,7 @@ class Place:
         self._places = places
         self._is_over = False
         self._is_taking = False
-        self._others: Line[None] = Line()  # tasks of the handler that wait while one of them takes a place
+        self._others: WaitingLine[None] = WaitingLine()  # tasks of the handler that wait while one of them takes a place
 
     def give_up(self) -> None:
         """The handler waits for its frontend. A second call does nothing."""

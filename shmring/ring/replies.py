@@ -24,11 +24,11 @@ from shmring.core.effects import EngineEffect, ReplySlot
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
 from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.errors import PeerLostError
-from shmring.line import Line, Place, give
+from shmring.line import Place, WaitingLine, give
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
 from shmring.ring.injecting import Unread
-from shmring.ring.life import Life
+from shmring.ring.life import RingLife
 from shmring.ring.waits import Waits
 from shmring.transport.link import Link
 
@@ -48,7 +48,7 @@ class Replies:
 
     def __init__(
         self,
-        life: Life,
+        life: RingLife,
         end: EngineEnd,
         geometry: Geometry,
         slab: Slab,
@@ -61,7 +61,7 @@ class Replies:
         self._slab = slab
         self._copier = copier
         self._carry_out = carry_out
-        self._line: Line[ReplySlot] = Line()
+        self._line: WaitingLine[ReplySlot] = WaitingLine()
         self._waits = Waits(life, self._describe, self._let_overtake)
         self._reserve_nbytes = geometry.reply_nbytes
 

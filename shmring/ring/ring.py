@@ -199,7 +199,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         return self._shell.workers.broadcast(payload, to, timeout)
 
     def broadcast_nowait(self, payload: object, *, to: Iterable[int] | None = None) -> tuple[int, ...]:
-        """The same if nothing has to be waited for.
+        """Sends a payload to workers if nothing has to be waited for.
 
         Raises:
             WouldBlock: a worker is too far behind, others wait to send, or the message takes long to copy.

@@ -17,7 +17,7 @@ from shmring.memory.limits import check_open_files
 from shmring.opening import Opening
 from shmring.ring.claim import Claim
 from shmring.ring.frontend import CallHandler
-from shmring.ring.life import Life
+from shmring.ring.life import RingLife
 from shmring.ring.reserve import reserve
 from shmring.ring.ring import Ring
 from shmring.ring.shell import Shell
@@ -57,7 +57,7 @@ async def create_shell(
         whole_nbytes(int(config.device_slab_nbytes)),
         page_nbytes=mmap.PAGESIZE,
     )
-    life = Life(name, config, secrets.randbits(63), offload_nbytes)
+    life = RingLife(name, config, secrets.randbits(63), offload_nbytes)
     listener = Listener.create(path, others_may_connect=config.allowed_uids is not None)
     cuda = cuda or TorchCuda()
     try:

@@ -55,7 +55,7 @@ from shmring.ring.handshakes import Handshakes
 from shmring.ring.host_claims import ClaimedMemory, HostClaims
 from shmring.ring.injecting import Injector
 from shmring.ring.inspection import Inspection
-from shmring.ring.life import Life
+from shmring.ring.life import RingLife
 from shmring.ring.moments import Moments
 from shmring.ring.replies import Replies
 from shmring.ring.reserve import Reserved
@@ -105,7 +105,7 @@ class Shell:
 
     def __init__(
         self,
-        life: Life,
+        life: RingLife,
         *,
         geometry: Geometry,
         reserved: Reserved,

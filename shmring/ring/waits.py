@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from shmring.core.compiled import BaseClaim
 from shmring.core.loggers import logger_of
-from shmring.ring.life import Life
+from shmring.ring.life import RingLife
 from shmring.ring.places import own_place
 
 __all__ = ["Waits"]
@@ -41,7 +41,7 @@ class Waits:
         let_overtake: is told whether a reply that finds no room lets others pass.
     """
 
-    def __init__(self, life: Life, describe: Callable[[int], str], let_overtake: Callable[[bool], object]) -> None:
+    def __init__(self, life: RingLife, describe: Callable[[int], str], let_overtake: Callable[[bool], object]) -> None:
         self._life = life
         self._describe = describe
         self._let_overtake = let_overtake

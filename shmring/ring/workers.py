@@ -50,13 +50,13 @@ from shmring.core.messages import (
 from shmring.core.printable import printable, printable_lines
 from shmring.door import count_of, ranks_of, timeout_of
 from shmring.errors import RemoteProtocolError, WorkersBehindError, WouldBlock
-from shmring.line import Line
+from shmring.line import WaitingLine
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab, reserve_for_one_writer
 from shmring.memory.tensors import make_decoder, make_packer
 from shmring.ring import limits
 from shmring.ring.frontend import fit_text
-from shmring.ring.life import Life
+from shmring.ring.life import RingLife
 from shmring.statistics import WorkerStatistics
 from shmring.transport.endpoint import Peer, answer_peer, handshake_frame, refuse
 from shmring.transport.link import Link
@@ -163,7 +163,7 @@ class Workers:
         copier: has the turns of copies, and the threads.
     """
 
-    def __init__(self, life: Life, end: EngineEnd, slab: Slab, copier: Copier) -> None:
+    def __init__(self, life: RingLife, end: EngineEnd, slab: Slab, copier: Copier) -> None:
         self.life = life
         self.loop = life.loop
         config = life.config
@@ -188,10 +188,10 @@ class Workers:
             look_s=min(config.busy_poll_s, _LOOK_S),
         )
         self._workers: dict[WorkerRecord, _Worker] = {}
-        self._line: Line[None] = Line()  # of senders that wait for their turn, by their parcels
+        self._line: WaitingLine[None] = WaitingLine()  # of senders that wait for their turn, by their parcels
         self._sending: dict[Parcel, None] = {}  # of senders that have their turn, in order
-        self._changes: Line[None] = Line()  # of senders that wait for workers
-        self._joined: Line[None] = Line()  # of tasks that wait for workers to join
+        self._changes: WaitingLine[None] = WaitingLine()  # of senders that wait for workers
+        self._joined: WaitingLine[None] = WaitingLine()  # of tasks that wait for workers to join
         self._looking: asyncio.TimerHandle | None = None
 
     # -- sending -------------------------------------------------------------------------------------------------------

@@ -157,8 +157,8 @@ class CallersLoop(LoopRunner):
         self._see_through(self._opening)
 
     def close(self, *arguments: Any) -> None:
-        """As of :class:`LoopRunner`. If this thread is in the middle of a call (and now runs a signal handler), that call
-        closes it."""
+        """Closes the ring at once. If this thread is in the middle of a call (and now runs a signal handler), that call closes
+        it."""
         if self._origin.forked or sys.is_finalizing() or self._is_over:
             return
         self._check_thread()

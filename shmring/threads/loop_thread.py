@@ -56,7 +56,7 @@ class LoopThread(LoopRunner):
             self._opening.raise_error()
 
     def close(self, *arguments: Any) -> None:
-        """As of :class:`LoopRunner`; waits until the thread has ended."""
+        """Closes the ring or client, and waits until the thread has ended."""
         self._check_thread()
         if self._origin.forked or sys.is_finalizing():  # its thread is not here, or never runs again
             return

@@ -103,7 +103,8 @@ class _Connection(BaseConnection):
     # -- messages --------------------------------------------------------------------------------------------------
 
     def next(self, wait_s: float, busy_s: float) -> Message | None:
-        """As :meth:`WorkerEnd.receive`. None: no record came in time, or one may have come since."""
+        """Returns the next message. None: no record came in time, or one may have come since. Times as of
+        :meth:`WorkerEnd.receive`."""
         self.check_process()
         if self._unsaid:
             self._say_unsaid()
@@ -133,7 +134,7 @@ class _Connection(BaseConnection):
         return self._pidfd >= 0 and is_stopped(self._pidfd)
 
     def _hear(self, heard: int) -> None:
-        """As of :func:`~shmring.core.compiled.receive_bells`. What was published before the end is still read."""
+        """Acts on what :func:`~shmring.core.compiled.receive_bells` says. What was published before the end is still read."""
         if heard & (FOREIGN | GAVE_UP):
             self._is_over(RemoteProtocolError("what came over the socket is no bell"))
         elif heard & ENDED:
@@ -162,7 +163,7 @@ class _Connection(BaseConnection):
         self._say_unsaid()
 
     def fail_answer_later(self, sequence: int, error: BaseException) -> None:
-        """The same, from a finaliser: the next call sends it."""
+        """For finalisers of messages: no reply to one will come. The next call sends this."""
         self._unsaid.append(failure_record(sequence, error))
 
     def _say_unsaid(self) -> None:

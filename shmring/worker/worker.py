@@ -25,7 +25,7 @@ from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
 from shmring.door import check_name, rank_of
 from shmring.errors import ClosedError, EngineDeadError, PeerLostError, RemoteProtocolError, ShmringError, WouldBlock, fresh
-from shmring.line import Line, give
+from shmring.line import WaitingLine, give
 from shmring.opening import Opening
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
@@ -151,7 +151,7 @@ class _Connection(BaseConnection):
         super().__init__(joined)
         self._loop = asyncio.get_running_loop()
         self._records: deque[bytes] = deque()
-        self._receivers: Line[None] = Line()
+        self._receivers: WaitingLine[None] = WaitingLine()
         self._is_closed = False
         self._answering = asyncio.Lock()  # a reply's parts follow each other
         self._rest: asyncio.Task[None] | None = None  # sends them, for the last reply that has several
@@ -268,7 +268,7 @@ class _Connection(BaseConnection):
         self._link.send_record(failure_record(sequence, error))
 
     def fail_answer_later(self, sequence: int, error: BaseException) -> None:
-        """The same, from a finaliser."""
+        """For finalisers of messages, in any thread: no reply to one will come."""
         if not self._origin.forked:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self.fail_answer, sequence, error)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shmring.line import Line, Place, give
+from shmring.line import Place, WaitingLine, give
 from tests.tables import for_each
 
 pytestmark = pytest.mark.both_loops
@@ -23,7 +23,7 @@ class Waiters:
         self.unused: list[str] = []
         self.left: list[Place[str]] = []
         self.seen: list[bool] = []  # whether the place was in the line when somebody was told
-        self.line: Line[str] = Line()
+        self.line: WaitingLine[str] = WaitingLine()
         self.places: list[Place[str]] = []
         self.tasks = [asyncio.create_task(self._wait(index)) for index in range(count)]
 
@@ -107,7 +107,7 @@ async def test_who_leaves_with_nothing_is_told_to_left(three: Waiters) -> None:
 
 async def test_a_place_that_was_left_by_another_exception_takes_nothing() -> None:
     """Who awaits by hand can throw anything into a call; nothing cancels what it awaits then."""
-    line: Line[str] = Line()
+    line: WaitingLine[str] = WaitingLine()
     unused: list[str] = []
     place = line.enter()
     staying = line.stay(place, unused.append)
@@ -121,7 +121,7 @@ async def test_a_place_that_was_left_by_another_exception_takes_nothing() -> Non
 
 async def test_a_turn_that_is_handed_on_reaches_everybody_whoever_is_cancelled() -> None:
     taken = []
-    line: Line[None] = Line()
+    line: WaitingLine[None] = WaitingLine()
 
     async def take(index: int) -> None:
         await line.wait(lambda _: line.give_first(None))
@@ -145,7 +145,7 @@ async def test_an_error_holds_no_frames_with_it(ending: Callable[[Place[str]], o
     class Tensor:
         pass
 
-    line: Line[str] = Line()
+    line: WaitingLine[str] = WaitingLine()
     died = []
 
     async def send(tensor: Tensor) -> None:

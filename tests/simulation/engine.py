@@ -30,7 +30,7 @@ from shmring.ring import limits
 from shmring.ring import shell as shell_module
 from shmring.ring.claim import Claim
 from shmring.ring.frontend import Frontend
-from shmring.ring.life import Life
+from shmring.ring.life import RingLife
 from shmring.ring.replies import link_of
 from shmring.ring.ring import Ring
 from shmring.ring.shell import Shell
@@ -179,7 +179,7 @@ class Engine:
             ),
         ):
             shell = Shell(
-                Life("simulated", ring_config(scenario), epoch),
+                RingLife("simulated", ring_config(scenario), epoch),
                 geometry=scenario.geometry,
                 reserved=cast(Any, reserved),
                 cuda=cast(Any, None),

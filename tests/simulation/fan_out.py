@@ -36,7 +36,7 @@ from tests.simulation.wire import Link, Wire, map_beside, map_slab
 if TYPE_CHECKING:
     from shmring.core.compiled import EngineEnd, Packed
     from shmring.memory.slab import Slab
-    from shmring.ring.life import Life
+    from shmring.ring.life import RingLife
     from tests.simulation.engine import Engine, Handling
     from tests.simulation.worker import WorkerProcess
 
@@ -153,7 +153,7 @@ class FanOut(Workers):
         readable: the memory of slab and broadcasts, as workers map it.
     """
 
-    def __init__(self, engine: Engine, life: Life, end: EngineEnd, slab: Slab, copier: CopyingThreads) -> None:
+    def __init__(self, engine: Engine, life: RingLife, end: EngineEnd, slab: Slab, copier: CopyingThreads) -> None:
         scenario = engine.scenario
         super().__init__(life, end, slab, cast(Any, copier))
         self.engine = engine

@@ -31,7 +31,7 @@ import torch
 from shmring.client import session as session_module
 from shmring.client.counters import ClientCounters
 from shmring.client.kept import Kept
-from shmring.client.life import Life
+from shmring.client.life import SessionLife
 from shmring.client.session import Session as RealSession
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
@@ -233,7 +233,7 @@ class Session:
             standing_on(slots_module, ClientBook=kind.client),
         ):
             self.real = RealSession(
-                Life("simulated", welcome, client_config(scenario), ClientCounters()),
+                SessionLife("simulated", welcome, client_config(scenario), ClientCounters()),
                 self.copier,
                 cast(Any, None),
                 cast(Any, None),

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shmring.client.life import Life
+from shmring.client.life import SessionLife
 from shmring.client.session import Session as RealSession
 from shmring.ring.shell import Shell
 from tests.simulation.exploration import explore
@@ -116,7 +116,7 @@ def nobody_looks_whether_a_claim_goes_on(patch: Patch) -> None:
 
 
 def nobody_looks_whether_a_session_goes_on(patch: Patch) -> None:
-    patch.setattr(Life, "check_alive", lambda life: None)
+    patch.setattr(SessionLife, "check_alive", lambda life: None)
 
 
 @pytest.mark.slow  # seconds of computing each

@@ -22,7 +22,7 @@ from shmring.client.session import Session as RealSession
 from shmring.core.compiled import ClientBook, ClientSlotRecord, EngineBook, TakenRuns
 from shmring.core.effects import ClientEffect, EngineEffect, Granted
 from shmring.core.states import Request, RequestEvent
-from shmring.line import Line, Place, give
+from shmring.line import Place, WaitingLine, give
 from shmring.memory.slots import HostSlots, Slots
 from shmring.ring.claim import Claim
 from shmring.ring.replies import Replies
@@ -399,12 +399,12 @@ def a_block_is_lost(patch: Patch) -> None:
 
 def who_was_cancelled_keeps_what_came(patch: Patch) -> None:
     """A waiter to whom its slot comes as it is cancelled."""
-    stay = Line.stay
+    stay = WaitingLine.stay
 
-    def mutated(line: Line[Any], place: Place[Any], unused: Any, left: Any = None) -> Any:
+    def mutated(line: WaitingLine[Any], place: Place[Any], unused: Any, left: Any = None) -> Any:
         return stay(line, place, lambda thing: None if isinstance(thing, ClientSlotRecord) else unused(thing), left)
 
-    patch.setattr(Line, "stay", mutated)
+    patch.setattr(WaitingLine, "stay", mutated)
 
 
 def who_waits_for_space_keeps_its_turn(patch: Patch) -> None:

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from click.testing import CliRunner
 
-from shmring.line import Line
+from shmring.line import WaitingLine
 from tests.suspensions.calls import CALLS, HANDLERS
 from tests.suspensions.command import suspensions_command
 from tests.suspensions.interrupting import Interrupted, Interruption
@@ -35,8 +35,8 @@ def test_the_command_takes_all_suspensions() -> None:
 
 async def test_what_is_left_is_noticed(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that comes as its caller is cancelled, and that nobody gives back."""
-    stay = Line.stay
-    monkeypatch.setattr(Line, "stay", lambda line, place, unused, left=None: stay(line, place, lambda _: None, left))
+    stay = WaitingLine.stay
+    monkeypatch.setattr(WaitingLine, "stay", lambda line, place, unused, left=None: stay(line, place, lambda _: None, left))
     monkeypatch.setattr("tests.suspensions.world.LIMIT_S", 0.5)
     with small_limits(), pytest.raises(AssertionError, match="slots_writing"):
         await Trial("slot", socket_dir).each(Interruption.AFTER)

@@ -495,7 +495,7 @@ async def test_without_a_ring_everything_goes_inline_and_the_log_says_so(
     frontend = AsyncFrontend(settings(), [ENGINE], 1, tell_drops, keeps=True)
     stream, request = Stream(), request_with(sent := picture())
     await frontend.divert(request, ENGINE, stream.encode(frontend, request))
-    await eventually(lambda: not frontend._links[ENGINE].is_connecting)
+    await eventually(lambda: frontend._links[ENGINE].reason != "connecting")
     await frontend.divert(request, ENGINE, stream.encode(frontend, request))
     assert stream.messages == [[(sent, None)]] * 2
     assert frontend._traffic.tensors == {("inline", "connecting"): 1, ("inline", "engine"): 1}

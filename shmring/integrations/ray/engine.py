@@ -156,7 +156,7 @@ class HostedEngine:
         return statistics.running + statistics.waiting, statistics.waiting, self._is_draining
 
     def _load(self, client: str) -> Load:
-        """The same, with each reply to a client, whom it costs nothing."""
+        """Returns what it has to do, to be sent along with a reply to a client."""
         injector = self._injectors.get(client)
         return (*((0, 0) if injector is None else injector.engine_load), self._is_draining)
 

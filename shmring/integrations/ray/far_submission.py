@@ -89,7 +89,7 @@ class FarSubmission:
 
     @property
     def _on_gpu(self) -> bool:
-        """As of a submission on this node. Here, nothing is sent from a GPU."""
+        """Whether tensors were sent from a GPU, which another node can't do."""
         return False
 
     def _need_not_wait(self) -> bool:

@@ -10,7 +10,7 @@ Invariants: what is counted is what has begun and not ended; a cancelled waiter 
 from __future__ import annotations
 
 from shmring.errors import fresh
-from shmring.line import Line, give
+from shmring.line import WaitingLine, give
 
 __all__ = ["Flight"]
 
@@ -32,7 +32,7 @@ class Flight:
         self._max_nbytes = max_nbytes
         self.requests = 0
         self.nbytes = 0
-        self._line: Line[int] = Line()
+        self._line: WaitingLine[int] = WaitingLine()
         self.why_closed: Exception | None = None
 
     @property

@@ -227,7 +227,8 @@ class Receiver:
             claim.done()
 
     def _lend_on_gpu(self, tensor: torch.Tensor, claim: Claim) -> torch.Tensor:
-        """The same for a tensor in the device slab: streams that use it are told to its claim."""
+        """Returns a view in the device slab whose claim stays open for as long as vLLM has it: the claim is told of streams
+        that use it."""
         lent = tensor.detach()
         number, start = next(self._lent_numbers), lent.data_ptr()
         self._on_gpu[number] = range(start, start + lent.nbytes), claim

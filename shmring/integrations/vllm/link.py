@@ -164,7 +164,7 @@ class AsyncLink(KeptConnection):
             return client.submit_nowait([place_in(slot, tensor, gpu)], ask=False)
 
     async def submit(self, tensor: torch.Tensor) -> Submission:
-        """The same, on a thread if that takes long, waiting for space as long as a request may.
+        """Sends a tensor: copies it on a thread if that takes long, and waits for space as long as a request may.
 
         Raises:
             TimeoutError: there was no space.
