@@ -239,7 +239,7 @@ class Client(ClientCalls):
         return await (self._preparations.prepare(options.request_id, sending) if options.request_id else sending)
 
     async def _submit_when_attached(self, payload: object, options: Arguments) -> Submission:
-        key, engine, for_engine = options.key, options.engine, options.for_engine
+        key, engine, for_engine = options.key, options.engine, ForEngine(options.request_id)
         while True:
             holder, packed, on_gpu = self._engines.holder(payload, engine)
             attachment = holder or await self._engines.pick_in_time(key, engine)
