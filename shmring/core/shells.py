@@ -51,7 +51,7 @@ class _Link(Protocol):
         """The peer broke the rules."""
 
     def break_off(self, error: RemoteProtocolError) -> None:
-        """The same, told after the call in which it was found."""
+        """The peer broke the rules, and is left after the call in which that was found."""
 
     def failed(self, error: BaseException) -> None:
         """This side has failed in the middle of a record."""
@@ -224,4 +224,4 @@ class WorkerShell(Protocol):
         """No reply to a message will come: the engine is told, in the thread that left it."""
 
     def fail_answer_later(self, sequence: int, error: BaseException) -> None:
-        """The same from a finaliser: on any thread, at any moment."""
+        """No reply to a message will come, says a finaliser: on any thread, at any moment."""
