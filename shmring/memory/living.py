@@ -152,7 +152,7 @@ class _Search:
 
     def __init__(self, views: list[Any]) -> None:
         self._views = views
-        self._own = {id(views)}  # lists that refer to what is searched for, since the search made them
+        self._own = {id(views)}  # lists of the search itself that refer to what is searched for, while they live
 
     def holders(self, view: object) -> str:
         """Names a few objects that refer to a view."""
@@ -173,6 +173,7 @@ class _Search:
         for number in range(len(referrers)):  # an iterator would refer to the list
             if id(referrers[number]) not in self._own:
                 found += self._named(referrers[number], thing, depth)
+        self._own.remove(id(referrers))
         return found
 
     def _named(self, holder: object, thing: object, depth: int) -> list[str]:
@@ -193,13 +194,13 @@ class _Search:
     def _named_dict(self, holder: dict[Any, Any], thing: object, depth: int) -> list[str]:
         keys = [key for key, value in holder.items() if value is thing]
         owners = gc.get_referrers(holder)
-        self._own.add(id(owners))
         for number in range(len(owners)):
             if isinstance(owners[number], FrameType) or getattr(owners[number], "__dict__", None) is not holder or not keys:
                 continue
             if isinstance(owners[number], ModuleType):
                 return []  # see _globals
             return [f"attribute {keys[0]!r} of a {_kind(owners[number])}"]
+        del owners  # or it would be found
         return self._within(f"key {keys[0]!r} of a dict", holder, depth) if keys else []
 
     def _within(self, step: str, holder: object, depth: int) -> list[str]:

@@ -131,3 +131,15 @@ async def test_looking_keeps_nothing_alive(serve: Any, connect: Any, caplog: Any
     await eventually(lambda: ring.statistics().slots_draining == 0)
     running.cancel()
     assert not [thing for thing in gc.get_objects() if type(thing) is list and any(inner is thing for inner in thing)]
+
+
+async def test_what_the_search_makes_itself_hides_nothing(serve: Any, connect: Any, caplog: Any) -> None:
+    """An object's dict is made where it is asked for, and may lie where a list of the search was."""
+    caches = [Cache() for _ in range(40)]
+
+    async def handler(claim: shmring.Claim) -> None:
+        for cache, tensor in zip(caches, claim.payload, strict=True):
+            cache.all["mine"] = [tensor]
+
+    text = await log_of(serve, connect, caplog, handler, [torch.full((2000,), number) for number in range(len(caches))])
+    assert text.count("held by a list of 1 in key 'mine' of a dict in attribute 'all' of a") == len(caches)
