@@ -48,7 +48,7 @@ class Blocking(Generic[_InLoop_co]):
 
     __reduce_ex__ = uncopied("it belongs to one process, whose threads may share it; open another one in the new process")
 
-    def _ordered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _after_gpu_uses(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function that the loop calls for this thread; a subclass may add a call before it."""
         return function
 
@@ -90,7 +90,7 @@ def done_in_loop(
     name = method.__name__
 
     def twin(self: Blocking[Any], /, *arguments: Any, **named: Any) -> Any:
-        return self._thread.at_once(self._ordered(getattr(self._in_loop, name)), *arguments, **named)
+        return self._thread.at_once(self._after_gpu_uses(getattr(self._in_loop, name)), *arguments, **named)
 
     return like(method, twin, adding=_BLOCKS)
 
@@ -99,7 +99,7 @@ def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
     name = method.__name__
 
     def twin(self: Blocking[Any], /, *arguments: Any, **named: Any) -> Any:
-        function = self._ordered(getattr(self._in_loop, name))
+        function = self._after_gpu_uses(getattr(self._in_loop, name))
         return self._thread.result_of(LoopCall(function, arguments, keep, named))
 
     return like(method, twin, adding=_BLOCKS)
@@ -143,7 +143,7 @@ def handed_out(
     name = method.__name__
 
     def twin(self: Blocking[Any], /, *arguments: Any, **named: Any) -> Any:
-        function = self._ordered(getattr(self._in_loop, name))
+        function = self._after_gpu_uses(getattr(self._in_loop, name))
         return self._thread.result_of(_HandOut(self._thread, wrap, function, arguments, undo, named))
 
     return like(method, twin, text_of=text_of, adding=_BLOCKS)
@@ -191,7 +191,7 @@ def blocking_stream(
 
     def twin(self: Blocking[Any], /, *arguments: Any, **named: Any) -> Generator[Any, None, None]:
         stream = getattr(self._in_loop, name)(*arguments, **named)
-        step = self._ordered(_next_of)
+        step = self._after_gpu_uses(_next_of)
         # A stream that raises, or is cancelled, has ended. If the thread leaves the stream between two replies, the stream is
         # ended.
         while came := self._thread.call(step, stream, undo=lambda _: _end(stream)):

@@ -375,12 +375,12 @@ class Client(Blocking[_ClientInLoop]):
         connections = {name: EngineConnection(self._thread, each) for name, each in self._in_loop.engines.items()}
         self.engines: Mapping[str, EngineConnection] = MappingProxyType(connections)
 
-    def _ordered(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _after_gpu_uses(self, function: Callable[..., Any]) -> Callable[..., Any]:
         used = self._in_loop.used_device_slots
         if not used:
             return function
         self._thread.check_open()  # in a forked child, there is no CUDA
-        return functools.partial(_behind, [(slots, slots.mark()) for slots in used], function)
+        return functools.partial(_call_after, [(slots, slots.mark()) for slots in used], function)
 
     request = blocking(client_in_loop.Client.request)
     stream = blocking_stream(client_in_loop.Client.stream)
@@ -447,7 +447,7 @@ class Client(Blocking[_ClientInLoop]):
         self.close()
 
 
-def _behind(marks: list[tuple[DeviceSlots, Mark]], function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _call_after(marks: list[tuple[DeviceSlots, Mark]], function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Does something for a thread, in the loop, ordered after the work that the thread has queued on its GPUs."""
     for slots, mark in marks:
         slots.follow(mark)

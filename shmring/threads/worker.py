@@ -116,13 +116,13 @@ class _Connection(BaseConnection):
                 if isinstance(taken, Message):
                     return taken
                 if isinstance(taken, bytes):
-                    self._is_over(self._why_ended(taken))
+                    self._end_with(self._why_ended(taken))
                     continue
             except RemoteProtocolError as error:
-                self._is_over(error)
+                self._end_with(error)
                 raise
             if self._has_ended:
-                self._is_over(self._dead())
+                self._end_with(self._dead())
             elif not taken:
                 return None
             self._hear(taken)
@@ -136,7 +136,7 @@ class _Connection(BaseConnection):
     def _hear(self, heard: int) -> None:
         """Acts on what :func:`~shmring.core.compiled.receive_bells` says. What was published before the end is still read."""
         if heard & (FOREIGN | GAVE_UP):
-            self._is_over(RemoteProtocolError("what came over the socket is no bell"))
+            self._end_with(RemoteProtocolError("what came over the socket is no bell"))
         elif heard & ENDED:
             self._has_ended = True
 
@@ -154,7 +154,7 @@ class _Connection(BaseConnection):
             if len(parts) == count:  # nothing was sent
                 self._end.unmark_answered(message)
             elif parts:  # nothing else can follow half of a reply
-                self._is_over(self._half_answered())
+                self._end_with(self._half_answered())
             raise
 
     def fail_answer(self, sequence: int, error: BaseException) -> None:
@@ -208,7 +208,7 @@ class _Connection(BaseConnection):
         try:
             is_written = self._writer.write(record)
         except RemoteProtocolError as error:
-            self._is_over(error)
+            self._end_with(error)
             raise
         if is_written:
             self._writer.ring_bell()
@@ -216,7 +216,7 @@ class _Connection(BaseConnection):
 
     # -- its end -----------------------------------------------------------------------------------------------------
 
-    def _is_over(self, reason: ShmringError) -> None:
+    def _end_with(self, reason: ShmringError) -> None:
         if self._reason is None:
             self._reason = reason
             with contextlib.suppress(OSError):  # the engine has ended it
@@ -227,7 +227,7 @@ class _Connection(BaseConnection):
         if self._origin.forked or self._pidfd < 0:
             return
         self._is_closing = True
-        self._is_over(ClosedError(f"{self._what} is closed"))
+        self._end_with(ClosedError(f"{self._what} is closed"))
         self._tidy_up()
 
     def take(self, turn: _Turn, timeout: float | None) -> bool:

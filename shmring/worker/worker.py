@@ -254,7 +254,7 @@ class _Connection(BaseConnection):
             self._rest = None  # if it fails, it holds the error, whose traceback holds the frame of the caller that replies
             self._answering.release()
             if parts:  # after half of a reply, no other message can be sent
-                self._is_over(self._half_answered())
+                self._end_with(self._half_answered())
                 self._link.close()
 
     async def _writable(self) -> None:
@@ -281,7 +281,7 @@ class _Connection(BaseConnection):
             self._records.append(record)
             self._wake()
             return
-        self._is_over(self._why_ended(record))
+        self._end_with(self._why_ended(record))
 
     def peer_gave_up(self) -> None:
         """For the link: an engine never gives up."""
@@ -289,25 +289,25 @@ class _Connection(BaseConnection):
 
     def protocol_violated(self, error: RemoteProtocolError) -> None:
         """For the link: the engine broke the rules."""
-        self._is_over(error)
+        self._end_with(error)
         self._link.close()
 
     def failed(self, error: BaseException) -> None:
         """For the link: this process has failed in the middle of a message."""
-        self._is_over(ClosedError(f"worker {self.rank} has failed in the middle of a message: {type(error).__name__}: {error}"))
+        self._end_with(ClosedError(f"worker {self.rank} has failed in the middle of a message: {type(error).__name__}: {error}"))
         self._leave_unread()
         self._link.close()
 
     def connection_lost(self) -> None:
         """For the link: it has ended."""
-        self._is_over(self._dead())
+        self._end_with(self._dead())
 
     def _engine_died(self) -> None:
         self._link.read_last_words()
-        self._is_over(self._dead())
+        self._end_with(self._dead())
         self._link.abort()
 
-    def _is_over(self, reason: ShmringError) -> None:
+    def _end_with(self, reason: ShmringError) -> None:
         if self._reason is None:
             self._reason = reason
         self._wake()
@@ -320,7 +320,7 @@ class _Connection(BaseConnection):
             return
         check_loop(self._loop, self._what)
         self._is_closed = True
-        self._is_over(ClosedError(f"{self._what} is closed"))
+        self._end_with(ClosedError(f"{self._what} is closed"))
         self._watch.close()
         self._leave_unread()
         self._link.close()

@@ -97,7 +97,7 @@ class FarClient:
         self._load_s = 0.0  # when it was said
         self._loads = 0  # how often it was
         self._estimate = LoadEstimate(_PATIENCE_S)
-        self._asking: asyncio.Task[None] | None = None
+        self._asking_load: asyncio.Task[None] | None = None
 
     @classmethod
     async def enter(cls, name: str, actor: Any, where: Where, max_nbytes: int, description: str) -> FarClient:
@@ -279,19 +279,19 @@ class FarClient:
         """Returns the engine's load, as it was said last, with what this client has sent since. If that is long ago, the
         engine is asked, for the next time."""
         loop = asyncio.get_running_loop()
-        if self._asking is None and loop.time() - self._load_s > _LOAD_S:
-            self._asking = loop.create_task(self._ask())
+        if self._asking_load is None and loop.time() - self._load_s > _LOAD_S:
+            self._asking_load = loop.create_task(self._ask_load())
         in_flight, waiting, _ = self._load
         return self._estimate.look(
             published=in_flight,
             waiting=waiting,
             own=self.flight.requests + self.flight.waiting,
-            unread_nbytes=self._asking is not None,
+            unread_nbytes=self._asking_load is not None,
             taken_nbytes=self._loads,
             now=loop.time(),
         )
 
-    async def _ask(self) -> None:
+    async def _ask_load(self) -> None:
         try:
             self._check_membership()
             self._heard(await self._actor.load.remote())
@@ -300,7 +300,7 @@ class FarClient:
             if isinstance(lost, EngineDeadError):
                 await self.close(lost)
         finally:
-            self._asking = None
+            self._asking_load = None
 
     def _heard(self, load: Load) -> None:
         self._load, self._load_s = load, asyncio.get_running_loop().time()
@@ -343,8 +343,8 @@ class FarClient:
             self._check_membership()
             self._actor.leave.remote(self._id)
             ray.cancel(self._lifeline)
-        if self._asking is not None and self._asking is not asyncio.current_task():
-            self._asking.cancel()
+        if self._asking_load is not None and self._asking_load is not asyncio.current_task():
+            self._asking_load.cancel()
         reading = [task for _, task in self._calls.values()]
         for submission in list(self._calls):
             submission.end(fresh(error))
