@@ -294,7 +294,9 @@ class _Connection(BaseConnection):
 
     def failed(self, error: BaseException) -> None:
         """For the link: this process has failed in the middle of a message."""
-        self._end_with(ClosedError(f"worker {self.rank} has failed in the middle of a message: {type(error).__name__}: {error}"))
+        self._end_with(
+            ClosedError(f"worker {self.rank} has failed in the middle of a message: {type(error).__name__}: {error}")
+        )
         self._leave_unread()
         self._link.close()
 

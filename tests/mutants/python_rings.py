@@ -307,7 +307,7 @@ FAULTS = (
         ),
         (
             "after half a reply, others follow",
-            "                self._is_over(self._half_answered())\n                self._link.close()",
+            "                self._end_with(self._half_answered())\n                self._link.close()",
             "                pass",
             "tests/worker/test_workers.py::test_after_half_a_reply_a_worker_says_nothing_more",
         ),
