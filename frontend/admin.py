@@ -23,7 +23,7 @@ import shmring
 from shmring.core.loggers import logger_of
 from shmring.engine.client import EngineClient
 from shmring.frontend.authentication import Authentication
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.observation import ObservedRoute
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.responses import JsonResponse
@@ -136,10 +136,10 @@ def _mode_of(http_request: Request) -> str:
     waits = query.pop("wait_for_inflight_requests", "false").lower()  # vLLM's older name for mode=wait
     mode = query.pop("mode", "wait" if waits in ("true", "1") else "abort")
     if mode not in _MODES:
-        raise ApiError(400, f"mode is one of {', '.join(_MODES)}", code="unsupported_value", param="mode")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, f"mode is one of {', '.join(_MODES)}", param="mode")
     if query:
         name = min(query)[:64]
-        raise ApiError(400, f"/pause has no parameter {name!r}", code="unsupported_value", param=name)
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, f"/pause has no parameter {name!r}", param=name)
     return mode
 
 
@@ -150,7 +150,7 @@ def _refusals_as_conflicts() -> Iterator[None]:
     except shmring.RemoteError as error:
         if error.type_name != "RuntimeError":
             raise
-        raise ApiError(409, error.message, code="profiler") from None
+        raise ApiError(ErrorCode.PROFILER, error.message) from None
 
 
 async def _body_of(http_request: Request, timeout_s: float) -> bytes:
@@ -160,7 +160,7 @@ async def _body_of(http_request: Request, timeout_s: float) -> bytes:
             async for chunk in http_request.stream():
                 body += chunk
                 if len(body) > _MAX_BODY_NBYTES:
-                    raise ApiError(413, f"the body is larger than {_MAX_BODY_NBYTES} bytes", code="body_too_large")
+                    raise ApiError(ErrorCode.BODY_TOO_LARGE, f"the body is larger than {_MAX_BODY_NBYTES} bytes")
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s", code="body_timeout") from None
+        raise ApiError(ErrorCode.BODY_TIMEOUT, f"the body did not arrive within {timeout_s:g} s") from None
     return bytes(body)

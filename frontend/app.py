@@ -52,7 +52,7 @@ from shmring.frontend.anthropic.messages_request import (
 from shmring.frontend.authentication import Authentication
 from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
-from shmring.frontend.errors import ApiError, report
+from shmring.frontend.errors import ApiError, ErrorCode, report
 from shmring.frontend.health import HealthReporter
 from shmring.frontend.inference import Answer, AnswerWriter, Facts, Inference, Keep, events_of, heard, written
 from shmring.frontend.intake import MediaIntake
@@ -418,7 +418,7 @@ class _Routes:
     async def retrieve_response(self, http_request: Request) -> Response:
         if http_request.query_params.get("stream", "false") != "false":
             text = "a response that was kept comes whole: leave stream out"
-            raise ApiError(400, text, code="unsupported_value", param="stream")
+            raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="stream")
         response_id = http_request.path_params["response_id"]
         return JsonResponse(await self._stored.find(response_id, account_of(http_request.scope)))
 
@@ -433,7 +433,7 @@ class _Routes:
     async def cancel_response(self, http_request: Request) -> Response:
         await self._stored.find(http_request.path_params["response_id"], account_of(http_request.scope))
         text = "the response is complete; only one that was asked for with background could be cancelled, and there are none"
-        raise ApiError(400, text, code="unsupported_value", param="response_id")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="response_id")
 
     def transcribe(self, http_request: Request) -> Awaitable[Response]:
         return self._hear("transcribe", http_request)
@@ -590,7 +590,7 @@ def _of_the_router(error: HTTPException, method: str, path: str) -> ApiError:
     path = f"{path[:_MAX_PATH_CHARACTERS]}..." if len(path) > _MAX_PATH_CHARACTERS else path
     if error.status_code == 404:
         message = f"there is nothing at {path}; {DOCS_PATH} describes what there is, and /status shows what the server does"
-        return ApiError(404, message, code="not_found")
+        return ApiError(ErrorCode.NOT_FOUND, message)
     allowed = ", ".join(value for name, value in (error.headers or {}).items() if name.lower() == "allow")
     message = f"{path} does not take the method {method}; it takes {allowed}"
-    return ApiError(error.status_code, message, code="method_not_allowed", headers=error.headers)
+    return ApiError(ErrorCode.METHOD_NOT_ALLOWED, message, headers=error.headers)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.key_usage import OwnerUsage
 
 __all__ = ["Authentication"]
@@ -57,7 +57,7 @@ class Authentication:
             if token is None or digest not in self._usages:
                 headers = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
                 message = f"this server needs a key: send the header {headers} with one that it knows"
-                raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+                raise ApiError(ErrorCode.INVALID_API_KEY, message, headers={"www-authenticate": "Bearer"})
             scope["state"]["usage"] = usage = self._usages[digest]
             scope["state"]["caller"] = f"key {digest[:_SHOWN].hex()}" if usage is None else usage.owner.name
             scope["state"]["account"] = digest if usage is None else _digest(b"owner " + usage.owner.name.encode())

@@ -29,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from shmring.frontend.body_scan import BodyScan, has_too_many_values, too_many_values
 from shmring.frontend.cross_origin import check_origin
-from shmring.frontend.errors import ApiError, unavailable
+from shmring.frontend.errors import ApiError, ErrorCode, unavailable
 from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["Body", "BodyMemory", "BodyReader", "BodyShare", "HungUp"]
@@ -192,13 +192,13 @@ class BodyReader:
             check_origin(scope, self._allowed_origins)
             if types != [b"multipart/form-data"]:
                 message = "the request's body must be a form: send it with the Content-Type 'multipart/form-data; boundary=...'"
-                raise ApiError(415, message, code="unsupported_media_type", headers={"accept": "multipart/form-data"})
+                raise ApiError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, message, headers={"accept": "multipart/form-data"})
         elif types != [b"application/json"]:
             message = "the request's body must be JSON: send the header 'Content-Type: application/json'"
-            raise ApiError(415, message, code="unsupported_media_type", headers={"accept": "application/json"})
+            raise ApiError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, message, headers={"accept": "application/json"})
         if any(coding not in (b"", b"identity") for coding in codings):
             message = "the request's body must not be compressed: send it without Content-Encoding"
-            raise ApiError(415, message, code="unsupported_content_encoding", headers={"accept-encoding": "identity"})
+            raise ApiError(ErrorCode.UNSUPPORTED_CONTENT_ENCODING, message, headers={"accept-encoding": "identity"})
         return nbytes
 
     async def read(self, receive: Receive, share: BodyShare, announced_nbytes: int, *, is_form: bool = False) -> Body:
@@ -259,12 +259,12 @@ class BodyReader:
                     await share.grow(nbytes)
         except TimeoutError:
             message = f"no memory for the request's body came free within {self._wait_timeout_s:g} s"
-            raise unavailable(message, "overloaded") from None
+            raise unavailable(message, ErrorCode.OVERLOADED) from None
 
     def _check_size(self, nbytes: int) -> None:
         if nbytes > self._max_nbytes:
             message = f"the request's body is larger than the {self._max_nbytes} bytes that are accepted"
-            raise ApiError(413, message, code="body_too_large")
+            raise ApiError(ErrorCode.BODY_TOO_LARGE, message)
 
 
 async def _receive(receive: Receive, pace: _Pace, share: BodyShare) -> tuple[bytes, bool]:
@@ -277,7 +277,7 @@ async def _receive(receive: Receive, pace: _Pace, share: BodyShare) -> tuple[byt
                 message = await receive()
     except TimeoutError:
         # Only closing the connection stops a slow caller from sending more.
-        raise ApiError(408, pace.complaint, code="body_timeout", headers={"connection": "close"}) from None
+        raise ApiError(ErrorCode.BODY_TIMEOUT, pace.complaint, headers={"connection": "close"}) from None
     return _piece_of(message)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import secrets
 
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 
 __all__ = ["LONG_NBYTES", "MAX_VALUES", "BodyScan", "has_too_many_values", "is_cut", "too_many_values"]
 
@@ -180,9 +180,9 @@ def _count_values(json: bytes | bytearray) -> int:
 def too_many_values() -> ApiError:
     """Returns the error for a body that has too many values."""
     message = f"the request's body has more than the {MAX_VALUES} values that are accepted"
-    return ApiError(413, message, code="too_many_values")
+    return ApiError(ErrorCode.TOO_MANY_VALUES, message)
 
 
 def _too_long() -> ApiError:
     message = f"a text in the request's body has more than the {LONG_NBYTES} bytes that are accepted; only files may, in base64"
-    return ApiError(413, message, code="text_too_long")
+    return ApiError(ErrorCode.TEXT_TOO_LONG, message)

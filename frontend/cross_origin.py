@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Scope, Send
 
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.settings import CorsSettings
 
 __all__ = ["CrossOrigin", "HeadersFor", "RawHeaders", "check_origin"]
@@ -89,4 +89,4 @@ def check_origin(scope: Scope, allowed: Sequence[str]) -> None:
         return
     if urlsplit(origin).netloc.lower() != headers.get(b"host", b"").decode("latin-1").lower():
         text = f"pages of {origin[:_SHOWN_CHARACTERS]} may not call this server: its option allowed-origins does not name it"
-        raise ApiError(403, text, code="origin_not_allowed")
+        raise ApiError(ErrorCode.ORIGIN_NOT_ALLOWED, text)

@@ -22,7 +22,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
-from shmring.frontend.errors import unavailable
+from shmring.frontend.errors import ErrorCode, unavailable
 
 __all__ = ["DecodedMemory"]
 
@@ -70,7 +70,7 @@ class DecodedMemory:
                 await part.take(nbytes)
         except TimeoutError:
             message = f"no memory for {nbytes} bytes of decoded media came free within {self._timeout_s:g} s"
-            raise unavailable(message, "overloaded") from None
+            raise unavailable(message, ErrorCode.OVERLOADED) from None
         try:
             yield
         finally:

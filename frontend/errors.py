@@ -3,41 +3,7 @@
 ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``, for every error of every route, so that clients made
 for that API show the message instead of a parse error of their own.
 
-=====================================================  ======  =====================================
-failure                                                status  code
-=====================================================  ======  =====================================
-not JSON; not such a request; bad media                400     invalid_json, invalid_value, invalid_image, ...
-a field that is not implemented but changes an answer  400     unsupported_value, unsupported_input
-a task that the model does not do                      400     unsupported_task
-``ValueError`` or ``ValidationError`` of the executor  400     rejected_by_engine
-``FormRefusedError`` of the executor                 400     rejected_by_engine, with ``param``
-prompt and ``max_tokens`` longer than the model takes  400     context_length_exceeded
-an answer's form is too complex to be gone on with     400     form_too_complex
-no key, or a wrong one                                 401     invalid_api_key
-a page of another site sends a form                    403     origin_not_allowed
-no such model; no such route                           404     model_not_found, not_found
-a response or an item of one that is not kept          404     response_not_found, item_not_found
-one that a request is to go on from                    400     previous_response_not_found
-no such method                                         405     method_not_allowed
-the body did not arrive in time                        408     body_timeout
-the profiler is off, or runs, or does not run          409     profiler
-body too large; of too many values; of a long text     413     body_too_large, too_many_values, text_too_long
-a key is at one of its limits                          429     rate_limit_exceeded (``Retry-After``)
-media too large together                               413     media_too_large
-media, or an answer, that never fit the slab           413     slab_too_small
-the body is said to be something else; is compressed   415     unsupported_media_type, unsupported_content_encoding
-any other failure of the executor; a bug               500     engine_error, internal_error
-a package that media need is not installed             501     not_installed
-no turn in time, here or in the engine                 503     overloaded (``Retry-After``)
-no space in the slab in time                           503     slab_full (``Retry-After``)
-engine gone or going; request aborted there            503     engine_unavailable (``Retry-After``)
-a decoder died, and the one that was next as well      503     decoder_lost (``Retry-After``)
-an operator has ended the request                      500     aborted
-the engine was paused and gave the request up          503     paused (``Retry-After``)
-a step has been running for too long (``/health``)     503     engine_unhealthy (``Retry-After``)
-the server shuts down, and its grace is over           503     shutting_down (``Retry-After``)
-the request took too long                              504     request_timeout
-=====================================================  ======  =====================================
+What a caller can get is :class:`ErrorCode`, and nothing else; ``docs/errors.md`` shows it.
 
 503 means that the same request may succeed a moment later, 413 that it never will, and 504 that a second try would most likely
 take as long. All have OpenAI's error envelope. A caller that hangs up gets nothing, and its request is aborted.
@@ -45,29 +11,118 @@ take as long. All have OpenAI's error envelope. A caller that hangs up gets noth
 
 from __future__ import annotations
 
+import enum
 import logging
 import traceback
 from collections.abc import Mapping
+from typing import Self
 
 import msgspec
 
 import shmring
 from shmring.core.loggers import logger_of
 
-__all__ = ["ApiError", "ErrorBody", "ErrorEnvelope", "aborted", "api_error_of", "not_installed", "report", "unavailable"]
+__all__ = [
+    "ApiError",
+    "ErrorBody",
+    "ErrorCode",
+    "ErrorEnvelope",
+    "aborted",
+    "api_error_of",
+    "not_installed",
+    "report",
+    "unavailable",
+]
 
 logger = logger_of("shmring.frontend.errors")
 
 #: What ``Retry-After`` says. Slots and turns come free within about a second under load; an engine starts in a few.
 _RETRY_AFTER_S = 1
 
-_CODES_OF_STATUS = {404: "not_found", 405: "method_not_allowed"}
-# Errors of the engine itself and not of the request, by the name of the exception there.
-_UNAVAILABLE = {"OverloadedError": "overloaded", "PausedError": "paused", "ClosedError": "engine_unavailable"} | dict.fromkeys(
-    ("AbortedError", "EngineDeadError", "ExecutorDeadError"), "engine_unavailable"
-)
 
-_EXPECTED = frozenset(("overloaded", "slab_full", "paused", "shutting_down", "engine_unhealthy", "request_timeout"))
+class ErrorCode(enum.StrEnum):
+    """Why a request failed, for a program: the `code` of :class:`ErrorBody`.
+
+    Attributes:
+        status: of HTTP.
+        meaning: when it is given, for the reader of a page.
+    """
+
+    status: int
+    meaning: str
+
+    def __new__(cls, value: str, status: int, meaning: str) -> Self:
+        """Makes a member of its text, and keeps the rest beside it."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.status, member.meaning = status, meaning
+        return member
+
+    INVALID_HTTP = "invalid_http", 400, "what came is not HTTP, or asks for a proxy"
+    INVALID_HOST = "invalid_host", 400, "the request has no `Host`, several, or one that is not a host"
+    INVALID_TRANSFER_CODING = "invalid_transfer_coding", 400, "`Transfer-Encoding` is not `chunked`, once, of HTTP/1.1"
+    CHUNKS_TOO_SMALL = "chunks_too_small", 400, "a body of many chunks of a few bytes"
+    INVALID_REQUEST = "invalid_request", 400, "a request that the router refuses for another reason"
+    INVALID_JSON = "invalid_json", 400, "the body is not JSON"
+    INVALID_FORM = "invalid_form", 400, "the body is not a form with a file"
+    INVALID_VALUE = "invalid_value", 400, "a field has a wrong type or value"
+    INVALID_IMAGE = "invalid_image", 400, "a picture can't be fetched or decoded"
+    INVALID_AUDIO = "invalid_audio", 400, "a recording can't be fetched or decoded"
+    INVALID_VIDEO = "invalid_video", 400, "a clip can't be fetched or decoded"
+    MISSING_INPUT = "missing_input", 400, "the request has nothing to work on"
+    TEXT_TOO_LONG = "text_too_long", 400, "a text of the body, or its texts together, are too long"
+    TOO_MANY_INPUTS = "too_many_inputs", 400, "more inputs than one request may have"
+    TOO_MANY_MEDIA = "too_many_media", 400, "more media than one request may have"
+    TOO_MANY_PARTS = "too_many_parts", 400, "more messages and parts than one request may have"
+    TOO_MANY_PROMPTS = "too_many_prompts", 400, "more prompts than one request may have"
+    UNSUPPORTED_VALUE = "unsupported_value", 400, "a field that is not implemented, and that would change the answer"
+    UNSUPPORTED_INPUT = "unsupported_input", 400, "a kind of input that this model does not take"
+    UNSUPPORTED_TASK = "unsupported_task", 400, "a task that this model does not do"
+    REJECTED_BY_ENGINE = "rejected_by_engine", 400, "the engine does not take such a request; the message says why"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded", 400, "prompt and answer are longer than the model takes"
+    FORM_TOO_COMPLEX = "form_too_complex", 400, "the form of the answer is too complex to be gone on with"
+    PREVIOUS_RESPONSE_NOT_FOUND = (
+        "previous_response_not_found",
+        400,
+        "the response to go on from is not kept, or is not this caller's",
+    )
+    INVALID_API_KEY = "invalid_api_key", 401, "no key, or a wrong one"
+    ORIGIN_NOT_ALLOWED = "origin_not_allowed", 403, "a page of another site sends a form"
+    NOT_FOUND = "not_found", 404, "there is no such route, or no such request"
+    MODEL_NOT_FOUND = "model_not_found", 404, "there is no such model"
+    RESPONSE_NOT_FOUND = "response_not_found", 404, "the response is not kept, or is not this caller's"
+    ITEM_NOT_FOUND = "item_not_found", 404, "the item of a response is not kept, or is not this caller's"
+    METHOD_NOT_ALLOWED = "method_not_allowed", 405, "the route does not take this method"
+    BODY_TIMEOUT = "body_timeout", 408, "the body did not arrive in time"
+    PROFILER = "profiler", 409, "the profiler is off, or runs already, or does not run"
+    BODY_TOO_LARGE = "body_too_large", 413, "the body has too many bytes"
+    TOO_MANY_VALUES = "too_many_values", 413, "the body, or a text of JSON in it, has too many values"
+    TEXT_TOO_LARGE = "text_too_large", 413, "the texts take more bytes than one message to the engine may have"
+    MEDIA_TOO_LARGE = "media_too_large", 413, "the media are too large together"
+    SLAB_TOO_SMALL = "slab_too_small", 413, "the media, or the answer, can never fit this server's slab"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type", 415, "`Content-Type` says that the body is something else"
+    UNSUPPORTED_CONTENT_ENCODING = "unsupported_content_encoding", 415, "the body is compressed"
+    RATE_LIMIT_EXCEEDED = "rate_limit_exceeded", 429, "the key is at one of its limits"
+    HEAD_TOO_LARGE = "head_too_large", 431, "the request's head has too many bytes or headers"
+    ABORTED = "aborted", 500, "an operator has ended the request"
+    ENGINE_ERROR = "engine_error", 500, "the engine failed with this request"
+    INTERNAL_ERROR = "internal_error", 500, "a bug of the server"
+    NOT_INSTALLED = "not_installed", 501, "the server's environment lacks a package that the media need"
+    UNKNOWN_TRANSFER_CODING = "unknown_transfer_coding", 501, "`Transfer-Encoding` names another coding than `chunked`"
+    OVERLOADED = "overloaded", 503, "there was no turn in time, in the frontend or in the engine"
+    SLAB_FULL = "slab_full", 503, "there was no space in the slab in time"
+    ENGINE_UNAVAILABLE = "engine_unavailable", 503, "the engine is gone or going"
+    DECODER_LOST = "decoder_lost", 503, "a decoder died, and the next one as well"
+    DECODERS_BUSY = "decoders_busy", 503, "`/ready`: media wait for decoders for too long"
+    PAUSED = "paused", 503, "an operator has paused the engine"
+    ENGINE_UNHEALTHY = "engine_unhealthy", 503, "`/health`: a step has been running for too long"
+    SHUTTING_DOWN = "shutting_down", 503, "the server shuts down"
+    REQUEST_TIMEOUT = "request_timeout", 504, "the request took longer than this server allows"
+
+    @property
+    def kind(self) -> str:
+        """What the error is by OpenAI's names: the `type` of :class:`ErrorBody`."""
+        return "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
 
 
 class ErrorBody(msgspec.Struct):
@@ -90,90 +145,110 @@ class ErrorEnvelope(msgspec.Struct):
     error: ErrorBody
 
 
+# Errors of the engine itself and not of the request, by the name of the exception there.
+_UNAVAILABLE = {"OverloadedError": ErrorCode.OVERLOADED, "PausedError": ErrorCode.PAUSED} | dict.fromkeys(
+    ("AbortedError", "ClosedError", "EngineDeadError", "ExecutorDeadError"), ErrorCode.ENGINE_UNAVAILABLE
+)
+
+_EXPECTED = frozenset(
+    (
+        ErrorCode.OVERLOADED,
+        ErrorCode.SLAB_FULL,
+        ErrorCode.PAUSED,
+        ErrorCode.SHUTTING_DOWN,
+        ErrorCode.ENGINE_UNHEALTHY,
+        ErrorCode.REQUEST_TIMEOUT,
+    )
+)
+
+
 class ApiError(Exception):
     """A request failed, and its caller gets this error.
 
     Attributes:
-        status: of HTTP.
-        param, code: see :class:`ErrorBody`.
+        code: why; it has the status.
+        param: see :class:`ErrorBody`.
         retry_after_s: when to try again, if that makes sense.
         headers: further headers of the answer.
     """
 
     def __init__(
         self,
-        status: int,
+        code: ErrorCode,
         message: str,
         *,
-        code: str,
         param: str | None = None,
         retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.param = param
         self.code = code
+        self.param = param
         self.retry_after_s = retry_after_s
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["retry-after"] = str(retry_after_s)
 
+    @property
+    def status(self) -> int:
+        """Of HTTP."""
+        return self.code.status
+
     def envelope(self) -> ErrorEnvelope:
         """Returns the body of the response."""
-        kind = "server_error" if self.status >= 500 else "rate_limit_error" if self.status == 429 else "invalid_request_error"
-        return ErrorEnvelope(ErrorBody(str(self), kind, self.param, self.code))
+        return ErrorEnvelope(ErrorBody(str(self), self.code.kind, self.param, self.code))
 
 
 def api_error_of(error: Exception) -> ApiError:
-    """Returns the error that the caller gets; the table is at the head of this file."""
+    """Returns the error that the caller gets."""
     from starlette.exceptions import HTTPException  # here, since the command line reads settings, and they these errors
 
     match error:
         case ApiError():
             return error
         case HTTPException():
-            code = _CODES_OF_STATUS.get(error.status_code, "invalid_request")
-            return ApiError(error.status_code, error.detail, code=code, headers=error.headers)
+            of_the_router = {404: ErrorCode.NOT_FOUND, 405: ErrorCode.METHOD_NOT_ALLOWED}
+            code = of_the_router.get(error.status_code, ErrorCode.INVALID_REQUEST)
+            return ApiError(code, error.detail, headers=error.headers)
         case shmring.RemoteError(type_name="ContextLengthError"):
-            return ApiError(400, error.message, code="context_length_exceeded")
+            return ApiError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, error.message)
         case shmring.RemoteError(type_name="FormError"):
-            return ApiError(400, error.message, code="form_too_complex")
+            return ApiError(ErrorCode.FORM_TOO_COMPLEX, error.message)
         case shmring.RemoteError(type_name="ValueError" | "ValidationError" | "FormRefusedError"):
-            return ApiError(400, error.message, code="rejected_by_engine")
+            return ApiError(ErrorCode.REJECTED_BY_ENGINE, error.message)
         case shmring.RemoteError(type_name="OperatorAbortError"):
             return aborted()
         case shmring.RemoteError(type_name="CapacityError"):
-            return ApiError(413, f"the answer can never fit this server's memory: {error.message}", code="slab_too_small")
+            return ApiError(ErrorCode.SLAB_TOO_SMALL, f"the answer can never fit this server's memory: {error.message}")
         case shmring.RemoteError() if error.type_name in _UNAVAILABLE:
             return unavailable(error.message, _UNAVAILABLE[error.type_name])
         case shmring.RemoteError():
-            return ApiError(500, f"the engine failed with this request: {error}", code="engine_error")
+            return ApiError(ErrorCode.ENGINE_ERROR, f"the engine failed with this request: {error}")
         case shmring.CapacityError() if "max_payload_nbytes" in str(error):
-            return ApiError(413, f"the request's texts are too long together: {error.needed} bytes", code="text_too_large")
+            return ApiError(ErrorCode.TEXT_TOO_LARGE, f"the request's texts are too long together: {error.needed} bytes")
         case shmring.CapacityError():
-            return ApiError(413, f"the request can never fit this server's memory: {error}", code="slab_too_small")
+            return ApiError(ErrorCode.SLAB_TOO_SMALL, f"the request can never fit this server's memory: {error}")
         case shmring.PeerLostError() | shmring.ClosedError() | shmring.AbortedError():
-            return unavailable(str(error), "engine_unavailable")
+            return unavailable(str(error), ErrorCode.ENGINE_UNAVAILABLE)
         case TimeoutError():
-            return ApiError(504, "the request took longer than this server allows", code="request_timeout")
-    return ApiError(500, "internal error; the server's log has it under this request's X-Request-Id", code="internal_error")
+            return ApiError(ErrorCode.REQUEST_TIMEOUT, "the request took longer than this server allows")
+    return ApiError(ErrorCode.INTERNAL_ERROR, "internal error; the server's log has it under this request's X-Request-Id")
 
 
 def aborted() -> ApiError:
     """Returns the error of a request that an operator has ended. Clients of OpenAI's heed the header."""
     message = "an operator of this server has ended the request"
-    return ApiError(500, message, code="aborted", headers={"x-should-retry": "false"})
+    return ApiError(ErrorCode.ABORTED, message, headers={"x-should-retry": "false"})
 
 
 def not_installed(message: str, param: str) -> ApiError:
     """Returns the error of a request that this server's environment has no package for. Clients of OpenAI's heed the header."""
-    return ApiError(501, message, code="not_installed", param=param, headers={"x-should-retry": "false"})
+    return ApiError(ErrorCode.NOT_INSTALLED, message, param=param, headers={"x-should-retry": "false"})
 
 
-def unavailable(message: str, code: str) -> ApiError:
+def unavailable(message: str, code: ErrorCode) -> ApiError:
     """Returns a 503 that asks the caller to try again in a second."""
-    return ApiError(503, message, code=code, retry_after_s=_RETRY_AFTER_S)
+    return ApiError(code, message, retry_after_s=_RETRY_AFTER_S)
 
 
 def report(error: Exception, request_id: str) -> ApiError:

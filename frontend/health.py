@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 import shmring
 from shmring.engine.client import EngineClient, EngineState
 from shmring.engine.supervision import FrontendState
-from shmring.frontend.errors import unavailable
+from shmring.frontend.errors import ErrorCode, unavailable
 from shmring.frontend.media.decoder_pool import DecoderStatistics
 
 __all__ = ["Health", "HealthReporter"]
@@ -79,13 +79,13 @@ class HealthReporter:
             ApiError: 503, the request would not be answered.
         """
         if self.shutting_down or self._engine.is_stopped:
-            raise unavailable("the server is shutting down", "shutting_down")
+            raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         health = await self.check_health()
         if health.engine == "paused":
-            raise unavailable("the engine is paused; requests wait", "paused")
+            raise unavailable("the engine is paused; requests wait", ErrorCode.PAUSED)
         if health.decoders.waiting_s > _MAX_WAITING_S:
             message = f"no decoder is free: media have been waiting for one for {health.decoders.waiting_s:.0f} s"
-            raise unavailable(message, "decoders_busy")
+            raise unavailable(message, ErrorCode.DECODERS_BUSY)
         return health
 
     async def check_health(self) -> Health:
@@ -101,7 +101,7 @@ class HealthReporter:
             paused = "running" not in engines.values()
             if paused and "paused" not in engines.values():
                 states = ", ".join(f"{name} is {state}" for name, state in engines.items())
-                raise unavailable(f"no engine is well: {states}", "engine_unavailable")
+                raise unavailable(f"no engine is well: {states}", ErrorCode.ENGINE_UNAVAILABLE)
         else:
             with _engine_failures_as_api_errors():
                 await self._engine.check_health()
@@ -121,6 +121,6 @@ def _engine_failures_as_api_errors() -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise unavailable("the engine does not answer", "engine_unavailable") from None
+        raise unavailable("the engine does not answer", ErrorCode.ENGINE_UNAVAILABLE) from None
     except shmring.RemoteError as error:
-        raise unavailable(error.message, "engine_unhealthy") from None
+        raise unavailable(error.message, ErrorCode.ENGINE_UNHEALTHY) from None

@@ -50,7 +50,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shmring.core.loggers import logger_of
 from shmring.frontend.cross_origin import HeadersFor
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.http_cycle import Cycle
 from shmring.frontend.parsing_turns import SLICE_NBYTES, Flow, ParsingTurns, has_few_lines
 
@@ -81,16 +81,13 @@ _LINGER_S = 5.0  # for the caller to read the last of an answer after the connec
 class _RefusedHead(ApiError):
     """A request that is refused because of its head."""
 
-    def __init__(self, status: int, message: str, code: str) -> None:
-        super().__init__(status, message, code=code)
-
 
 def _too_large() -> _RefusedHead:
-    return _RefusedHead(431, f"a request's head takes more than {_MAX_OVERHEAD_NBYTES} bytes", "head_too_large")
+    return _RefusedHead(ErrorCode.HEAD_TOO_LARGE, f"a request's head takes more than {_MAX_OVERHEAD_NBYTES} bytes")
 
 
 def _too_many_fields() -> _RefusedHead:
-    return _RefusedHead(431, f"a request's head has more than {_MAX_FIELDS} headers", "head_too_large")
+    return _RefusedHead(ErrorCode.HEAD_TOO_LARGE, f"a request's head has more than {_MAX_FIELDS} headers")
 
 
 def _chunks_too_small() -> _RefusedHead:
@@ -98,7 +95,7 @@ def _chunks_too_small() -> _RefusedHead:
         f"beyond {_FREE_CHUNKS} chunks, the chunks of a body must have {_LEAST_CHUNK_NBYTES} bytes or more on average; "
         "send larger chunks, or a Content-Length"
     )
-    return _RefusedHead(400, message, "chunks_too_small")
+    return _RefusedHead(ErrorCode.CHUNKS_TOO_SMALL, message)
 
 
 def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> int:
@@ -119,13 +116,13 @@ def _check_head(version: str, headers: list[tuple[bytes, bytes]]) -> int:
         elif name == b"content-length":
             length = value
     if len(hosts) > 1 or (not hosts and version != "1.0"):
-        raise _RefusedHead(400, f"a request must have one Host header, this one has {len(hosts)}", "invalid_host")
+        raise _RefusedHead(ErrorCode.INVALID_HOST, f"a request must have one Host header, this one has {len(hosts)}")
     if hosts and not _HOST.fullmatch(hosts[0]):
-        raise _RefusedHead(400, "the Host header is not a host", "invalid_host")
+        raise _RefusedHead(ErrorCode.INVALID_HOST, "the Host header is not a host")
     if any(coding != b"chunked" for coding in codings):
-        raise _RefusedHead(501, "the only Transfer-Encoding that is accepted is chunked", "unknown_transfer_coding")
+        raise _RefusedHead(ErrorCode.UNKNOWN_TRANSFER_CODING, "the only Transfer-Encoding that is accepted is chunked")
     if len(codings) > 1 or (codings and version == "1.0"):
-        raise _RefusedHead(400, "chunked must be the only Transfer-Encoding, once, of HTTP/1.1", "invalid_transfer_coding")
+        raise _RefusedHead(ErrorCode.INVALID_TRANSFER_CODING, "chunked must be the only Transfer-Encoding, once, of HTTP/1.1")
     return int(length)  # the parser has refused others than numbers
 
 
@@ -255,10 +252,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._take_no_more()
                 self.pipeline[0][0].keep_alive = False  # the newest; it ends the connection
                 return
-            refusal = _RefusedHead(400, f"the request can't be read: {cause!r}", "invalid_http")
+            refusal = _RefusedHead(ErrorCode.INVALID_HTTP, f"the request can't be read: {cause!r}")
             self._refuse(cause if isinstance(cause, _RefusedHead) else refusal)
         except httptools.HttpParserError as error:
-            self._refuse(_RefusedHead(400, f"this is not HTTP: {error}", "invalid_http"))
+            self._refuse(_RefusedHead(ErrorCode.INVALID_HTTP, f"this is not HTTP: {error}"))
         if self.transport.is_closing() or self._is_full:
             return
         if self._overhead_nbytes > _MAX_OVERHEAD_NBYTES + _READ_NBYTES:
@@ -325,7 +322,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Its head is complete."""
         if self.parser.get_method() == b"CONNECT":
-            raise _RefusedHead(400, "CONNECT is for proxies, and this is none", "invalid_http")
+            raise _RefusedHead(ErrorCode.INVALID_HTTP, "CONNECT is for proxies, and this is none")
         if self.parser.should_upgrade():
             return  # this head comes once more
         self._overhead_nbytes = 0

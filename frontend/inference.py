@@ -38,7 +38,7 @@ from shmring.engine.protocol import (
 from shmring.engine.tracing import note
 from shmring.frontend.admission import Admitted
 from shmring.frontend.callers import caller
-from shmring.frontend.errors import ApiError, api_error_of
+from shmring.frontend.errors import ApiError, ErrorCode, api_error_of
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.key_usage import running_usage
 from shmring.frontend.media.sources import MediaSource
@@ -320,7 +320,7 @@ class Inference:
         generate_request, sources = speech_request(request, task, file)
         if generate_request.speech is not None and generate_request.speech.words and not description.word_times:
             text = f"the model {description.model!r} does not say when words are said: timestamp_granularities can be segment"
-            raise ApiError(400, text, code="unsupported_value", param="timestamp_granularities")
+            raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="timestamp_granularities")
         del file  # the source has it, until it is taken in
         return await self._begin([generate_request], sources, "file", description, admitted, request_id, stream=stream)
 
@@ -463,10 +463,10 @@ class Inference:
         self._check_priority(priority)
         if not description.input.text and any(isinstance(item, Text) for item in inputs):
             message = "this model does not embed text; send media, as messages or as data: URLs"
-            raise ApiError(400, message, code="unsupported_input", param=param)
+            raise ApiError(ErrorCode.UNSUPPORTED_INPUT, message, param=param)
         if not description.input.tokens and any(isinstance(item, Text) and isinstance(item.text, list) for item in inputs):
             message = "this model does not embed tokens; send the text"
-            raise ApiError(400, message, code="unsupported_input", param=param)
+            raise ApiError(ErrorCode.UNSUPPORTED_INPUT, message, param=param)
         sources = [item for item in inputs if isinstance(item, MediaSource)]
         texts = [item if isinstance(item, Text) else None for item in inputs]
         inputs.clear()
@@ -498,7 +498,7 @@ class Inference:
                 f"priority is {priority}, and the least that your requests may have is {-most} (lower is sooner): the option "
                 "max-priority of this server says so"
             )
-            raise ApiError(400, text, code="unsupported_value", param="priority")
+            raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="priority")
 
     def _media(
         self, sources: list[MediaSource], description: ModelDescription, admitted: Admitted, param: str
@@ -709,17 +709,17 @@ def _check_abilities(request: GenerateRequest, description: ModelDescription, as
             is_format = capability == "structured_outputs" and asked is not None and asked.response_format is not None
             name = "response_format" if is_format else capability
             text = f"{name} is not supported by the model {description.model!r} (executor {description.executor})"
-            raise ApiError(400, text, code="unsupported_value", param=name)
+            raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param=name)
     if request.needs_tools and not description.tools:
         text = f"the model {description.model!r} takes no tools"
-        raise ApiError(400, text, code="unsupported_value", param="tools" if request.tools else "messages")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="tools" if request.tools else "messages")
     if request.tools and request.sampling.structured_outputs is not None and not description.strict_tools:
         text = f"the model {description.model!r} can't have tools and a form of the answer together: leave out one"
         is_format = asked is not None and asked.response_format is not None
-        raise ApiError(400, text, code="unsupported_value", param="response_format" if is_format else "structured_outputs")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="response_format" if is_format else "structured_outputs")
     if request.template_options and not description.template_options:
         text = f"the model {description.model!r} has no chat template whose variables could be set"
-        raise ApiError(400, text, code="unsupported_value", param="chat_template_kwargs")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="chat_template_kwargs")
 
 
 def _place_of_form(message: str, asked: GenerationRequest) -> str:
@@ -761,7 +761,7 @@ def _check_logprobs(requests: Sequence[GenerateRequest]) -> None:
     try:
         requests[0].sampling.max_described_tokens(len(requests))
     except ValueError as error:
-        raise ApiError(400, str(error), code="invalid_value", param="max_tokens") from None
+        raise ApiError(ErrorCode.INVALID_VALUE, str(error), param="max_tokens") from None
 
 
 def _shortfalls_of(media: Sequence[Medium]) -> str:

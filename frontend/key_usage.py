@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.keys import KeyOwner
 
 __all__ = ["KeyLimits", "KeyStatistics", "OwnerUsage", "UsageTable", "hold_slab", "running_usage", "usages_of"]
@@ -174,7 +174,7 @@ class OwnerUsage:
         most = self.owner.max_slab_nbytes
         if most is not None and nbytes > most:
             message = f"the request's media take {nbytes} bytes of the slab; {most} are accepted with this key"
-            raise ApiError(413, message, code="media_too_large")
+            raise ApiError(ErrorCode.MEDIA_TOO_LARGE, message)
         self._add(_NBYTES, nbytes)
         if most is not None and self._sum(_NBYTES) > most:
             self._add(_NBYTES, -nbytes)
@@ -192,7 +192,7 @@ class OwnerUsage:
     def _refusal(self, limit: str, text: str, wait_s: int, headers: dict[str, str] | None = None) -> ApiError:
         self._statistics.refused[self.owner.name, limit] += 1
         message = f"this key may have {text}; try again in {wait_s} s"
-        return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s, headers=headers)
+        return ApiError(ErrorCode.RATE_LIMIT_EXCEEDED, message, retry_after_s=wait_s, headers=headers)
 
     def _add(self, cell: int, number: int) -> None:
         self._own[cell] += number

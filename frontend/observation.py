@@ -19,7 +19,7 @@ from shmring.core.printable import printable
 from shmring.engine.logs import ACCESS, concerned
 from shmring.engine.tracing import Attributes, begin_request, end_request
 from shmring.frontend.cross_origin import HeadersFor
-from shmring.frontend.errors import unavailable
+from shmring.frontend.errors import ErrorCode, unavailable
 from shmring.frontend.metrics import HttpStatistics
 from shmring.frontend.responses import error_response, random_digits
 from shmring.frontend.sse import CONTENT_TYPE, event_of_error
@@ -36,7 +36,7 @@ _ACCESS = logger_of(ACCESS)
 _MAX_PATH_CHARACTERS = 200  # of what a line repeats
 _HUNG_UP = 499  # the caller is gone; nginx logs the same number
 _UNMATCHED = "unmatched"  # one label for all paths without a route, or callers could make any number of them
-_SHUTTING_DOWN = unavailable("the server is shutting down", "shutting_down")
+_SHUTTING_DOWN = unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN)
 _STREAMED = (b"content-type", CONTENT_TYPE.encode("ascii"))
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 from collections import Counter
 
-from shmring.frontend.errors import unavailable
+from shmring.frontend.errors import ErrorCode, unavailable
 
 __all__ = ["Places"]
 
@@ -46,7 +46,7 @@ class Places:
             ApiError: 503.
         """
         if not self._free and self._count >= self._max_waiting and len(self._waiting.get(who, ())) + 1 >= self._most()[1]:
-            raise unavailable("too many requests are waiting", "overloaded")
+            raise unavailable("too many requests are waiting", ErrorCode.OVERLOADED)
 
     async def take(self, who: str) -> None:
         """Waits for a place, which must be given back.
@@ -76,7 +76,7 @@ class Places:
                 self._leave(who, granted)
             if isinstance(error, TimeoutError):
                 text = f"the request's turn did not come within {self._timeout_s:g} s"
-                raise unavailable(text, "overloaded") from None
+                raise unavailable(text, ErrorCode.OVERLOADED) from None
             raise
         finally:
             del granted
@@ -114,7 +114,7 @@ class Places:
         granted = next(reversed(self._waiting[who]))
         self._leave(who, granted)
         if not granted.done():
-            granted.set_exception(unavailable("too many requests are waiting, most of them yours", "overloaded"))
+            granted.set_exception(unavailable("too many requests are waiting, most of them yours", ErrorCode.OVERLOADED))
 
     def _leave(self, who: str, granted: asyncio.Future[None]) -> None:
         waiting = self._waiting.get(who, {})

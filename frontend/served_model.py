@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import shmring
 from shmring.engine.client import EngineClient
 from shmring.engine.protocol import ModelDescription
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.openai.models import Model, ModelList
 
 __all__ = ["ServedModel"]
@@ -73,7 +73,7 @@ class ServedModel:
         if task not in description.tasks:
             tasks = " and ".join(_TASK_NAMES.get(name, name) for name in description.tasks)
             message = f"the model {name!r} does not do {_TASK_NAMES[task]}, it does {tasks or 'nothing'}"
-            raise ApiError(400, message, code="unsupported_task", param="model")
+            raise ApiError(ErrorCode.UNSUPPORTED_TASK, message, param="model")
         return description
 
     async def list(self) -> ModelList:
@@ -112,4 +112,4 @@ class ServedModel:
 
 def _unknown(name: str, served: Sequence[str]) -> ApiError:
     message = f"the model {name[:_SHOWN_CHARACTERS]!r} does not exist; this server has {', '.join(map(repr, served))}"
-    return ApiError(404, message, code="model_not_found", param="model")
+    return ApiError(ErrorCode.MODEL_NOT_FOUND, message, param="model")

@@ -26,7 +26,7 @@ import shmring
 from shmring.engine.client import EngineClient
 from shmring.engine.loop_lag import LoopLag
 from shmring.frontend.callers import caller_of
-from shmring.frontend.errors import unavailable
+from shmring.frontend.errors import ErrorCode, unavailable
 from shmring.frontend.observation import ObservedRoute
 from shmring.snapshot import RingSnapshot
 
@@ -72,9 +72,9 @@ class Feed:
     def check_room(self) -> None:
         """Raises ApiError if too many watch, or the server is shutting down."""
         if self._is_closed:
-            raise unavailable("the server is shutting down", "shutting_down")
+            raise unavailable("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         if len(self._viewers) >= _MAX_VIEWERS:
-            raise unavailable(f"{_MAX_VIEWERS} callers watch this process already", "overloaded")
+            raise unavailable(f"{_MAX_VIEWERS} callers watch this process already", ErrorCode.OVERLOADED)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[asyncio.Queue[_Snapshots | None]]:

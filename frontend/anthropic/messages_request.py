@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalPart
 from shmring.frontend.openai.generation import TokenCount
 from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, ContentPart, ImagePart, PictureFile, Priority, TextPart
@@ -278,7 +278,7 @@ class TranslatedMessages:
         messages, request.messages = request.messages, []
         if messages[-1].role == "assistant":
             text = "the last message is the assistant's, and answers that go on from it are not supported: end with the user's"
-            raise ApiError(400, text, code="unsupported_value", param=f"messages[{len(messages) - 1}].role")
+            raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param=f"messages[{len(messages) - 1}].role")
         for index, message in enumerate(messages):
             self._take_message(message, f"messages[{index}]")
         try:
@@ -315,7 +315,7 @@ class TranslatedMessages:
     def _take_result(self, block: ToolResultBlock, role: str, place: str) -> None:
         if role != "user":
             text = "what a tool has returned stands in a message of the user"
-            raise ApiError(400, text, code="invalid_value", param=f"{place}.type")
+            raise ApiError(ErrorCode.INVALID_VALUE, text, param=f"{place}.type")
         self._add("tool", place, f"{place}.content").tool_call_id = block.tool_use_id
         content = block.content or ""
         if block.is_error and isinstance(content, str):
@@ -346,7 +346,7 @@ class TranslatedMessages:
 
     def _add_call(self, block: ToolUseBlock, role: str, place: str) -> None:
         if role != "assistant":
-            raise ApiError(400, "only an assistant calls tools", code="invalid_value", param=f"{place}.type")
+            raise ApiError(ErrorCode.INVALID_VALUE, "only an assistant calls tools", param=f"{place}.type")
         check_values(block.input, f"{place}.input")
         calls = self._messages[-1].tool_calls = self._messages[-1].tool_calls or []
         calls.append(ToolCall(block.id, FunctionCall(block.name, msgspec.json.encode(block.input).decode())))
@@ -368,7 +368,7 @@ def check_version(version: str | None) -> None:
     """
     if version is not None and version not in VERSIONS:
         text = f"this server answers as in the versions {' and '.join(VERSIONS)} of the API, which the header says"
-        raise ApiError(400, text, code="unsupported_value", param="anthropic-version")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="anthropic-version")
 
 
 def _part(block: TextBlock | ImageBlock) -> ContentPart:
@@ -407,7 +407,7 @@ def _tool(tool: MessagesTool, place: str) -> dict[str, Any]:
         return {"type": tool.type}
     check_supported(tool, _UNSUPPORTED_OF_TOOLS, f"{place}.")
     if tool.input_schema is None:
-        raise ApiError(400, "a tool must have an input_schema", code="invalid_value", param=f"{place}.input_schema")
+        raise ApiError(ErrorCode.INVALID_VALUE, "a tool must have an input_schema", param=f"{place}.input_schema")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
     return {"type": "function", "function": function}
 
@@ -416,7 +416,7 @@ def _choice(choice: MessagesToolChoice) -> str | dict[str, Any]:
     if choice.type != "tool":
         return _CHOICES[choice.type]
     if choice.name is None:
-        raise ApiError(400, "a tool_choice of the type tool must have a name", code="invalid_value", param="tool_choice.name")
+        raise ApiError(ErrorCode.INVALID_VALUE, "a tool_choice of the type tool must have a name", param="tool_choice.name")
     return {"type": "function", "function": {"name": choice.name}}
 
 

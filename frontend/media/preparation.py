@@ -45,7 +45,7 @@ from shmring.engine.protocol import (
 )
 from shmring.engine.tracing import traced
 from shmring.frontend.decoded_memory import DecodedMemory
-from shmring.frontend.errors import unavailable
+from shmring.frontend.errors import ErrorCode, unavailable
 from shmring.frontend.key_usage import hold_slab
 from shmring.frontend.media.decoder_pool import BudgetSpentError, DecoderDiedError, DecoderPool, Outcome, read_into
 from shmring.frontend.media.errors import MediaError
@@ -278,7 +278,7 @@ class Preparation:
                 slots = await memory.slots(sizes, timeout=self._settings.slot_timeout_s)
         except TimeoutError:
             message = f"no space for {sum(sizes)} bytes came free in the slab within {self._settings.slot_timeout_s:g} s"
-            raise unavailable(message, "slab_full") from None
+            raise unavailable(message, ErrorCode.SLAB_FULL) from None
         finally:
             self.slot_wait_s.add(time.monotonic() - started_at)
         for slot in slots:
@@ -298,7 +298,7 @@ class Preparation:
         except DecoderDiedError as death:
             _LOG.warning("two decoders died while they had a %s: %s", noun, death)
             message = f"the {noun} could not be decoded now: its decoder died, and so did another one"
-            raise unavailable(message, "decoder_lost") from None
+            raise unavailable(message, ErrorCode.DECODER_LOST) from None
         reply = outcome.reply
         if not isinstance(reply, Failed):
             return outcome

@@ -20,7 +20,7 @@ from shmring.engine.distributions import Distribution
 from shmring.engine.inputs import InputSpec
 from shmring.engine.tracing import traced
 from shmring.frontend.admission import Admitted
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.fetch import Fetcher, decode_base64
 from shmring.frontend.media.options import MediaKind
@@ -134,7 +134,7 @@ class Arrivals:
         def check_size() -> None:
             if nbytes > max_nbytes:
                 message = f"the request's media are larger together than the {max_nbytes} bytes that are accepted"
-                raise ApiError(413, message, code="media_too_large", param=param)
+                raise ApiError(ErrorCode.MEDIA_TOO_LARGE, message, param=param)
 
         async def bring(source: MediaSource) -> None:
             nonlocal nbytes
@@ -202,7 +202,7 @@ def check_counts(sources: Iterable[MediaSource], accepted: MediaCounts, param: s
     for kind, count in Counter(source.kind for source in sources).items():
         if count > accepted.of(kind):
             message = f"the request has {count} media of kind {kind}, at most {accepted.of(kind)} are accepted"
-            raise ApiError(400, message, code="too_many_media", param=param)
+            raise ApiError(ErrorCode.TOO_MANY_MEDIA, message, param=param)
 
 
 async def all_of(results: Iterable[Awaitable[_Result]], media: Sequence[MediaSource | MediaFile]) -> list[_Result]:
@@ -230,5 +230,5 @@ async def all_of(results: Iterable[Awaitable[_Result]], media: Sequence[MediaSou
 
 def _for_the_caller(error: BaseException, medium: MediaSource | MediaFile) -> BaseException:
     if isinstance(error, MediaError):
-        return ApiError(400, str(error), code=f"invalid_{medium.kind}", param=medium.param)
+        return ApiError(ErrorCode[f"INVALID_{medium.kind.upper()}"], str(error), param=medium.param)
     return error

@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from shmring.engine.protocol import ChatMessage, FinishReason, GenerateReply, GenerateRequest, MediumPart, TokenLogprobs
 from shmring.engine.protocol import TextPart as EngineTextPart
 from shmring.frontend.body_scan import MAX_VALUES, has_too_many_values
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.generation import (
     MAX_CHARACTERS,
@@ -200,7 +200,7 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
     """Takes a request apart, and empties its messages, which are most of its memory; as :attr:`AnswerForm.engine_requests`."""
     check_supported(request, _UNSUPPORTED)
     if request.top_logprobs and not request.logprobs:
-        raise ApiError(400, "top_logprobs are for logprobs: set logprobs", code="invalid_value", param="top_logprobs")
+        raise ApiError(ErrorCode.INVALID_VALUE, "top_logprobs are for logprobs: set logprobs", param="top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sampling = sampling_of(request, request.max_completion_tokens, logprobs)
     messages, request.messages = request.messages, []
@@ -211,7 +211,7 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
         sampling.structured_outputs = None  # the answer is calls, and has nothing else
     elif tools["tools"] and structure is not None and (structure.regex is not None or structure.choice):
         text = "beside tools, the form of an answer is JSON: leave out one, or set tool_choice to none"
-        raise ApiError(400, text, code="unsupported_value", param="structured_outputs")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="structured_outputs")
     options = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         options["reasoning_effort"] = request.reasoning_effort
@@ -239,7 +239,7 @@ def engine_messages(messages: list[ChatMessageParam]) -> tuple[list[ChatMessage]
     count = sum(len(message.content) for message in messages if isinstance(message.content, list))
     if count > MAX_PARTS:
         text = f"the messages have {count} parts, at most {MAX_PARTS} are accepted"
-        raise ApiError(400, text, code="too_many_parts", param="messages")
+        raise ApiError(ErrorCode.TOO_MANY_PARTS, text, param="messages")
     _check_calls(messages)
     sources: list[MediaSource] = []
     in_engine = [_engine_message(message, f"messages[{index}]", sources) for index, message in enumerate(messages)]
@@ -266,10 +266,10 @@ def _check_calls(messages: list[ChatMessageParam]) -> None:
             characters += len(text)
     if characters > MAX_CHARACTERS:
         text = f"the calls of tools have {characters} characters, at most {MAX_CHARACTERS} are accepted"
-        raise ApiError(400, text, code="text_too_long", param="messages")
+        raise ApiError(ErrorCode.TEXT_TOO_LONG, text, param="messages")
     if arguments and has_too_many_values(f"[{','.join(arguments)}]".encode()):
         text = f"the arguments of calls have more than the {MAX_VALUES} values that are accepted"
-        raise ApiError(400, text, code="too_many_values", param="messages")
+        raise ApiError(ErrorCode.TOO_MANY_VALUES, text, param="messages")
 
 
 def _check_texts(messages: list[ChatMessage]) -> None:
@@ -281,23 +281,23 @@ def _check_texts(messages: list[ChatMessage]) -> None:
                 characters += len(part.text)
     if characters > MAX_CHARACTERS:
         text = f"the messages have {characters} characters of text, at most {MAX_CHARACTERS} are accepted"
-        raise ApiError(400, text, code="text_too_long", param="messages")
+        raise ApiError(ErrorCode.TEXT_TOO_LONG, text, param="messages")
 
 
 def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSource]) -> ChatMessage:
     """Returns a message as the engine takes it; its media are appended to the sources."""
     if message.role == "function":
         text = "messages of the role 'function' are not supported: call tools"
-        raise ApiError(400, text, code="unsupported_value", param=f"{param}.role")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param=f"{param}.role")
     check_supported(message, _UNSUPPORTED_OF_MESSAGES, f"{param}.")
     if message.tool_calls and message.role != "assistant":
-        raise ApiError(400, "only an assistant calls tools", code="invalid_value", param=f"{param}.tool_calls")
+        raise ApiError(ErrorCode.INVALID_VALUE, "only an assistant calls tools", param=f"{param}.tool_calls")
     calls = engine_calls(message.tool_calls or [], f"{param}.tool_calls")
     content = message.content
     if content is None and message.role == "assistant":
         content = message.refusal or ""  # what clients send back of an answer without content
     if content is None:
-        raise ApiError(400, "a message must have content", code="invalid_value", param=f"{param}.content")
+        raise ApiError(ErrorCode.INVALID_VALUE, "a message must have content", param=f"{param}.content")
     if isinstance(content, str):
         return ChatMessage(message.role, [EngineTextPart(content)], calls, message.tool_call_id)
     parts: list[EngineTextPart | MediumPart] = []

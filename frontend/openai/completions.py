@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from shmring.engine.protocol import FinishReason, GenerateReply, GenerateRequest, TokenLogprobs
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.generation import (
     MAX_ANSWERS,
@@ -88,7 +88,7 @@ def _engine_requests(request: CompletionRequest) -> tuple[list[GenerateRequest],
     characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     if characters > MAX_CHARACTERS:
         text = f"the prompts have {characters} characters, at most {MAX_CHARACTERS} are accepted"
-        raise ApiError(400, text, code="text_too_long", param="prompt")
+        raise ApiError(ErrorCode.TEXT_TOO_LONG, text, param="prompt")
     options: dict[str, Any] = {
         "add_special_tokens": request.add_special_tokens is not False,
         "sampling": sampling,
@@ -103,7 +103,7 @@ def _prompts_of(prompt: str | list[str | int | list[int]], answers: int) -> list
         return [check_prompt(prompt, "prompt")]
     if len(prompt) * answers > MAX_ANSWERS:
         text = f"{len(prompt)} prompts with n {answers} are more than the {MAX_ANSWERS} answers that a request may have"
-        raise ApiError(400, text, code="too_many_prompts", param="prompt")
+        raise ApiError(ErrorCode.TOO_MANY_PROMPTS, text, param="prompt")
     return [check_prompt(item, f"prompt[{index}]") for index, item in enumerate(prompt)]
 
 
@@ -117,16 +117,16 @@ def check_prompt(prompt: str | int | Sequence[str | int | list[int]], param: str
         items = [] if isinstance(prompt, int) else prompt
         tokens = [token for token in items if isinstance(token, int)]
         if isinstance(prompt, int) or len(tokens) != len(items):
-            raise ApiError(400, "a prompt is a text or tokens, not both", code="invalid_value", param=param)
+            raise ApiError(ErrorCode.INVALID_VALUE, "a prompt is a text or tokens, not both", param=param)
         if not tokens:
-            raise ApiError(400, "the prompt is empty", code="invalid_value", param=param)
+            raise ApiError(ErrorCode.INVALID_VALUE, "the prompt is empty", param=param)
         return tokens
     check_length(prompt, param)
     if len(prompt) > MAX_CHARACTERS:
         text = f"the prompt has {len(prompt)} characters, at most {MAX_CHARACTERS} are accepted"
-        raise ApiError(400, text, code="text_too_long", param=param)
+        raise ApiError(ErrorCode.TEXT_TOO_LONG, text, param=param)
     if not prompt:
-        raise ApiError(400, "the prompt is empty", code="invalid_value", param=param)
+        raise ApiError(ErrorCode.INVALID_VALUE, "the prompt is empty", param=param)
     return prompt
 
 

@@ -25,7 +25,7 @@ import torch
 from msgspec import Meta
 
 from shmring.engine.protocol import Text
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.generation import Token
 from shmring.frontend.openai.messages import (
@@ -153,15 +153,15 @@ def take_inputs(request: EmbeddingRequest, max_inputs: int) -> list[Text | Media
     texts, messages = request.input, request.messages
     request.input = request.messages = None
     if texts and messages:
-        raise ApiError(400, "send either input or messages, not both", code="invalid_value", param="input")
+        raise ApiError(ErrorCode.INVALID_VALUE, "send either input or messages, not both", param="input")
     param = "messages" if messages else "input"
     count = _count(messages) if messages else _count_of_input(texts)
     if not count:
         message = "the request has nothing to embed; send input, or messages with media"
-        raise ApiError(400, message, code="missing_input", param=param)
+        raise ApiError(ErrorCode.MISSING_INPUT, message, param=param)
     if count > max_inputs:  # before millions of them are looked at, one by one, in the event loop
         message = f"the request has {count} inputs, at most {max_inputs} are accepted"
-        raise ApiError(400, message, code="too_many_inputs", param=param)
+        raise ApiError(ErrorCode.TOO_MANY_INPUTS, message, param=param)
     return _of_messages(messages) if messages else _of_input(texts or [])
 
 
@@ -190,15 +190,15 @@ def _of_input(texts: str | list[str | int | list[int]]) -> list[Text | MediaSour
 def _of_tokens(given: int | list[str | int | list[int]] | list[int], param: str) -> Text:
     tokens = [token for token in given if isinstance(token, int)] if isinstance(given, list) else []
     if not isinstance(given, list) or len(tokens) != len(given):
-        raise ApiError(400, "an input is a text or tokens, not both", code="invalid_value", param=param)
+        raise ApiError(ErrorCode.INVALID_VALUE, "an input is a text or tokens, not both", param=param)
     if not tokens:
-        raise ApiError(400, "an input without tokens can't be embedded", code="invalid_value", param=param)
+        raise ApiError(ErrorCode.INVALID_VALUE, "an input without tokens can't be embedded", param=param)
     return Text(tokens)
 
 
 def _of_text(text: str, param: str) -> Text | MediaSource:
     if not text:
-        raise ApiError(400, "an empty text can't be embedded", code="invalid_value", param=param)
+        raise ApiError(ErrorCode.INVALID_VALUE, "an empty text can't be embedded", param=param)
     kind = data_url_kind(text)
     if kind is not None:
         return MediaSource(kind, param, url=text)
@@ -239,7 +239,7 @@ def check_dimensions(request: EmbeddingRequest, size: int | None) -> None:
     """
     if request.dimensions is not None and size is not None and request.dimensions > size:
         message = f"dimensions is {request.dimensions}, the model's embeddings have {size}"
-        raise ApiError(400, message, code="invalid_value", param="dimensions")
+        raise ApiError(ErrorCode.INVALID_VALUE, message, param="dimensions")
 
 
 def count_inputs(inputs: Iterable[Text | MediaSource]) -> EmbeddingInputs:

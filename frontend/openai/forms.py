@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 
 __all__ = ["Form", "names_of", "parse_form"]
 
@@ -128,16 +128,16 @@ class _Parts:
         self._name = name.decode("utf-8", "replace")
         self._is_file = self._name == "file"
         if self._is_file and self.form.file is not None:
-            raise ApiError(400, "the form has several files", code="invalid_value", param="file")
+            raise ApiError(ErrorCode.INVALID_VALUE, "the form has several files", param="file")
         if b"filename" in options and not self._is_file:
-            raise ApiError(400, "the file's field is called 'file'", code="invalid_value", param=self._name)
+            raise ApiError(ErrorCode.INVALID_VALUE, "the file's field is called 'file'", param=self._name)
 
     def _take(self, data: bytes, start: int, end: int) -> None:
         if not self._is_file:
             self._fields_nbytes += end - start
             if self._fields_nbytes > _MAX_FIELD_NBYTES:
                 text = f"the form's fields have more than the {_MAX_FIELD_NBYTES} bytes that are accepted"
-                raise ApiError(400, text, code="text_too_long", param=self._name)
+                raise ApiError(ErrorCode.TEXT_TOO_LONG, text, param=self._name)
         self._data += data[start:end]
 
     def _end(self) -> None:
@@ -147,7 +147,7 @@ class _Parts:
             try:
                 self.form.fields.append((self._name, self._data.decode()))
             except UnicodeDecodeError:
-                raise ApiError(400, "the field's text is not UTF-8", code="invalid_value", param=self._name) from None
+                raise ApiError(ErrorCode.INVALID_VALUE, "the field's text is not UTF-8", param=self._name) from None
         self._data = bytearray()
 
     def _complete(self) -> None:
@@ -155,7 +155,7 @@ class _Parts:
 
 
 def _wrong(why: str) -> ApiError:
-    return ApiError(400, f"the request's body is not a valid form: {why}", code="invalid_form")
+    return ApiError(ErrorCode.INVALID_FORM, f"the request's body is not a valid form: {why}")
 
 
 def names_of(fields: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from shmring.engine.protocol import FinishReason, GenerateReply, GenerateRequest, SamplingParams, TokenLogprobs
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.messages import INT64, Priority
 from shmring.frontend.openai.parsing import BodyParser
@@ -165,16 +165,16 @@ def sampling_of(request: GenerationRequest, max_tokens: int | None, logprobs: in
         ApiError: its options do not fit together.
     """
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options are for streams: set stream", code="invalid_value", param="stream_options")
+        raise ApiError(ErrorCode.INVALID_VALUE, "stream_options are for streams: set stream", param="stream_options")
     stop = request.stop or []
     max_tokens = request.max_tokens if max_tokens is None else max_tokens
     if request.min_tokens and max_tokens is not None and request.min_tokens > max_tokens:
         text = f"min_tokens is {request.min_tokens}, more than the {max_tokens} tokens that the answer may have"
-        raise ApiError(400, text, code="invalid_value", param="min_tokens")
+        raise ApiError(ErrorCode.INVALID_VALUE, text, param="min_tokens")
     structure = structure_of(request.response_format, request.structured_outputs)
     if request.min_tokens and structure is not None:
         text = "min_tokens can't be asked for together with a form of the answer, which says when it ends"
-        raise ApiError(400, text, code="unsupported_value", param="min_tokens")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="min_tokens")
     return SamplingParams(
         n=request.n or 1,
         max_tokens=max_tokens,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.openai.parsing import invalid_value
 from shmring.frontend.openai.responses_request import InputItem
 
@@ -75,7 +75,7 @@ def list_items(items: Sequence[InputItem], number: str, page: ItemPage) -> Input
     if page.after is not None:
         start = next((place for place, (name, _) in enumerate(named, 1) if name == page.after), 0)
         if not start:
-            raise ApiError(400, "no item of this response has this name", code="invalid_value", param="after")
+            raise ApiError(ErrorCode.INVALID_VALUE, "no item of this response has this name", param="after")
     shown = named[start : start + page.limit]
     return InputItemList(
         data=[_written(name, item) for name, item in shown],

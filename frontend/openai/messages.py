@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from shmring.frontend.body_scan import LONG_NBYTES, is_cut
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.media.options import MediaKind
 from shmring.frontend.media.sources import MediaSource
 
@@ -137,7 +137,7 @@ def check_length(text: str, param: str) -> None:
     """
     if is_cut(text):
         message = f"a text has more than the {LONG_NBYTES} bytes that are accepted"
-        raise ApiError(400, message, code="text_too_long", param=param)
+        raise ApiError(ErrorCode.TEXT_TOO_LONG, message, param=param)
 
 
 def data_url_kind(text: str) -> MediaKind | None:

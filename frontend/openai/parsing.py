@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.openai.messages import MEANS_NOTHING
 
 __all__ = ["BodyParser", "invalid_value", "misplaced"]
@@ -68,7 +68,7 @@ class BodyParser(Generic[_Request]):
         except msgspec.ValidationError as error:
             raise invalid_value(str(error), self._part_types) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"the request's body is not valid JSON: {error}", code="invalid_json") from None
+            raise ApiError(ErrorCode.INVALID_JSON, f"the request's body is not valid JSON: {error}") from None
 
     def ignored_fields(self, request: _Request, body: bytes) -> list[str]:
         """Returns the first names of unknown fields, which were ignored, as paths such as ``messages[0].name``.
@@ -178,4 +178,4 @@ def invalid_value(message: str, part_types: str = _PART_TYPES) -> ApiError:
         message = f"{message[:_MAX_MESSAGE_CHARACTERS]}..."
     if _PART_TYPE.search(path):
         message = f"{message}; the type of a part is {part_types}"
-    return ApiError(400, message, code="invalid_value", param=path or None)
+    return ApiError(ErrorCode.INVALID_VALUE, message, param=path or None)

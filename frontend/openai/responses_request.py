@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalPart
 from shmring.frontend.openai.generation import GenerationRequest, Logprobs, TokenCount
 from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, MEANS_NOTHING, ContentPart, ImagePart, TextPart
@@ -321,7 +321,7 @@ def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
 def _text_of(item: InputItem, field: str, param: str) -> str:
     text: str | None = getattr(item, field)
     if text is None:
-        raise ApiError(400, f"a {item.type} must have a {field}", code="invalid_value", param=f"{param}.{field}")
+        raise ApiError(ErrorCode.INVALID_VALUE, f"a {item.type} must have a {field}", param=f"{param}.{field}")
     return text
 
 
@@ -330,7 +330,7 @@ def _message(item: InputItem, param: str) -> ChatMessageParam:
         call_id = _text_of(item, "call_id", param)
         return ChatMessageParam("tool", _content(item.output, f"{param}.output"), tool_call_id=call_id)
     if item.role is None:
-        raise ApiError(400, "a message must have a role", code="invalid_value", param=f"{param}.role")
+        raise ApiError(ErrorCode.INVALID_VALUE, "a message must have a role", param=f"{param}.role")
     return ChatMessageParam(item.role, _content(item.content, f"{param}.content"))
 
 
@@ -347,11 +347,11 @@ def _part(part: _Part | str, param: str) -> ContentPart | RefusalPart | str:
         case InputImagePart():
             check_supported(part, _UNSUPPORTED_OF_PICTURES, f"{param}.")
             if part.image_url is None:
-                raise ApiError(400, "a picture must have an image_url", code="invalid_value", param=f"{param}.image_url")
+                raise ApiError(ErrorCode.INVALID_VALUE, "a picture must have an image_url", param=f"{param}.image_url")
             return ImagePart(part.image_url)
         case ReasoningTextPart():
             text = "a message has no reasoning; send it as an item of the type 'reasoning'"
-            raise ApiError(400, text, code="invalid_value", param=f"{param}.type")
+            raise ApiError(ErrorCode.INVALID_VALUE, text, param=f"{param}.type")
     return part
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.openai.tools import MAX_TOOLS, OF_TYPE
 
 __all__ = [
@@ -107,7 +107,7 @@ class ChatTools:
         """Adds what is in a namespace; returns its functions."""
         for field in ("name", "tools"):
             if getattr(namespace, field) in (None, "", UNSET):
-                raise ApiError(400, f"a namespace must have {field}", code="invalid_value", param=f"{place}.{field}")
+                raise ApiError(ErrorCode.INVALID_VALUE, f"a namespace must have {field}", param=f"{place}.{field}")
         added = [self._add(tool, f"{place}.tools[{index}]", namespace.name) for index, tool in enumerate(namespace.tools or [])]
         return [tool["function"] for tool in added if "function" in tool]
 
@@ -117,7 +117,7 @@ class ChatTools:
             name = name_in_chat(namespace, tool.name) if tool.name else tool.name
             if name and self._names.setdefault(name, (namespace, tool.name or "")) != (namespace, tool.name):
                 text = f"the model is told of this function as {name!r}, which is the name of another one"
-                raise ApiError(400, text, code="invalid_value", param=f"{place}.name")
+                raise ApiError(ErrorCode.INVALID_VALUE, text, param=f"{place}.name")
             fields = {field: getattr(tool, field) for field in ("description", "parameters", "strict")}
             made["function"] = {"name": name, **fields}
         self.tools.append(made)
@@ -142,7 +142,7 @@ class ChatTools:
         found = [in_chat for in_chat, (_, own) in self._names.items() if own == name]
         if len(found) > 1:
             text = f"tool_choice names {name!r}, which is in several namespaces: say {' or '.join(found)}"
-            raise ApiError(400, text, code="invalid_value", param="tool_choice")
+            raise ApiError(ErrorCode.INVALID_VALUE, text, param="tool_choice")
         return found[0] if found else name  # which is refused as in a chat
 
 

@@ -19,7 +19,7 @@ import torch
 from msgspec import Meta
 
 from shmring.engine.protocol import Text
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.embeddings import input_of
 from shmring.frontend.openai.messages import ContentPart, Priority
@@ -187,13 +187,13 @@ def take_pairs(request: ScoreRequest | RerankRequest, max_inputs: int) -> Pairs:
         setattr(request, name, "")
     for name, given in zip(names, (first, others), strict=True):
         if not given:
-            raise ApiError(400, f"there is nothing in {name}", code="invalid_value", param=name)
+            raise ApiError(ErrorCode.INVALID_VALUE, f"there is nothing in {name}", param=name)
     if len(first) + len(others) > max_inputs:
         text = f"the request has {len(first) + len(others)} inputs, at most {max_inputs} are accepted"
-        raise ApiError(400, text, code="too_many_inputs", param=names[1])
+        raise ApiError(ErrorCode.TOO_MANY_INPUTS, text, param=names[1])
     if len(first) not in (1, len(others)):
         text = f"{names[0]} are {len(first)}, and {names[1]} {len(others)}; send one of the former, or as many"
-        raise ApiError(400, text, code="invalid_value", param=names[0])
+        raise ApiError(ErrorCode.INVALID_VALUE, text, param=names[0])
     inputs = [
         _input_of(given, name if len(listed) == 1 else f"{name}[{index}]")
         for name, listed in zip(names, (first, others), strict=True)
@@ -203,7 +203,7 @@ def take_pairs(request: ScoreRequest | RerankRequest, max_inputs: int) -> Pairs:
     characters = sum(len(text) for text in texts if text is not None)
     if characters > _MAX_CHARACTERS:
         message = f"{names[1]} have {characters} characters, at most {_MAX_CHARACTERS} are accepted"
-        raise ApiError(400, message, code="text_too_long", param=names[1])
+        raise ApiError(ErrorCode.TEXT_TOO_LONG, message, param=names[1])
     return Pairs(inputs, len(first), texts, names[1])
 
 
@@ -215,7 +215,7 @@ def _names_of(request: ScoreRequest) -> tuple[str, str]:
     names = next((names for names in _NAMES if given & set(names)), _NAMES[0])
     missing = next((name for name in names if name not in given), None)
     text = f"{missing} is missing" if missing else f"there are several pairs: {', '.join(sorted(given))}"
-    raise ApiError(400, f"{text}; send queries and documents", code="invalid_value", param=missing or min(given - set(names)))
+    raise ApiError(ErrorCode.INVALID_VALUE, f"{text}; send queries and documents", param=missing or min(given - set(names)))
 
 
 def _listed(given: _Inputs) -> list[_Input]:

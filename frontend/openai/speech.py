@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from shmring.engine.protocol import GenerateReply, GenerateRequest, SamplingParams, SpeechParams, SpeechSegment, SpeechWord
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.forms import Form, names_of
 from shmring.frontend.openai.messages import INT64, Priority
@@ -175,11 +175,11 @@ def read_form(form: Form, task: SpeechTask) -> tuple[TranslationRequest, list[st
         elif name in _LISTS:
             values[name] = found
         elif len(found) > 1:
-            raise ApiError(400, "the form has this field several times", code="invalid_value", param=name)
+            raise ApiError(ErrorCode.INVALID_VALUE, "the form has this field several times", param=name)
         elif found[0]:
             values[name] = found[0]
     if form.file is None:
-        raise ApiError(400, "the form has no file: send the recording in the field 'file'", code="invalid_value", param="file")
+        raise ApiError(ErrorCode.INVALID_VALUE, "the form has no file: send the recording in the field 'file'", param="file")
     try:
         request = msgspec.convert(values | {"file": ""}, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -192,10 +192,10 @@ def read_form(form: Form, task: SpeechTask) -> tuple[TranslationRequest, list[st
 def _check_format(request: TranslationRequest) -> None:
     if _granularities(request) and request.response_format != "verbose_json":
         text = "timestamp_granularities are for the response_format verbose_json"
-        raise ApiError(400, text, code="invalid_value", param="timestamp_granularities")
+        raise ApiError(ErrorCode.INVALID_VALUE, text, param="timestamp_granularities")
     if request.stream and request.response_format not in (None, "json", "text"):
         text = f"a stream has no {request.response_format}: leave response_format out"
-        raise ApiError(400, text, code="unsupported_value", param="response_format")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="response_format")
 
 
 def _granularities(request: TranslationRequest) -> Sequence[str]:

@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import Scope
 
 from shmring.frontend.callers import caller_of
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.openai.input_items import ItemPage, list_items
 from shmring.frontend.openai.messages import MAX_MESSAGES
 from shmring.frontend.openai.responses_answer import ResponsesAnswer, number_of, response_id_of
@@ -81,7 +81,7 @@ class StoredResponses:
             ApiError: it names what is not kept.
         """
         if request.store and self._memory is None:
-            raise ApiError(400, f"{self._not_kept()}: {_INSTEAD}", code="unsupported_value", param="store")
+            raise ApiError(ErrorCode.UNSUPPORTED_VALUE, f"{self._not_kept()}: {_INSTEAD}", param="store")
         before: list[InputItem] = []
         if request.previous_response_id is not None:
             before = await self._before(request.previous_response_id, account)
@@ -93,11 +93,11 @@ class StoredResponses:
                 name = item.id
                 if name is None:
                     text = "an item_reference must have an id"
-                    raise ApiError(400, text, code="invalid_value", param=f"input[{index}].id")
+                    raise ApiError(ErrorCode.INVALID_VALUE, text, param=f"input[{index}].id")
                 found[name] = await self._item(name, account, outputs, f"input[{index}]")
         if len(before) + len(items) > MAX_MESSAGES:
             text = f"the conversation has {len(before) + len(items)} items, at most {MAX_MESSAGES} are accepted"
-            raise ApiError(400, text, code="invalid_value", param="previous_response_id")
+            raise ApiError(ErrorCode.INVALID_VALUE, text, param="previous_response_id")
         return Conversation(before, found)
 
     async def keep_conversation(
@@ -176,7 +176,7 @@ class StoredResponses:
         conversation, answer = (self._find_response(account, response_id, kind) for kind in (_CONVERSATION, _ANSWER))
         if conversation is None or answer is None:
             text = self._missing(f"response {response_id[:64]!r}")
-            raise ApiError(400, text, code="previous_response_not_found", param="previous_response_id")
+            raise ApiError(ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND, text, param="previous_response_id")
 
         def decode(conversation: bytes) -> list[InputItem]:
             return _ITEMS.decode(conversation) + _OUTPUT.decode(answer).output
@@ -191,7 +191,7 @@ class StoredResponses:
         for item in outputs[number]:
             if item.id == name:
                 return item
-        raise ApiError(404, self._missing(f"item {name[:64]!r}"), code="item_not_found", param=f"{param}.id")
+        raise ApiError(ErrorCode.ITEM_NOT_FOUND, self._missing(f"item {name[:64]!r}"), param=f"{param}.id")
 
     def _find(self, account: bytes, name: str, kind: str) -> bytes | None:
         return None if self._memory is None else self._memory.find(account, f"{kind}{number_of(name)}")
@@ -209,7 +209,7 @@ class StoredResponses:
             return memory.keep(account, name, encode())
 
     def _not_found(self, response_id: str) -> ApiError:
-        return ApiError(404, self._missing(f"response {response_id[:64]!r}"), code="response_not_found", param="response_id")
+        return ApiError(ErrorCode.RESPONSE_NOT_FOUND, self._missing(f"response {response_id[:64]!r}"), param="response_id")
 
     def _missing(self, what: str) -> str:
         if self._memory is None:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from shmring.engine.protocol import MAX_CHOICES, MAX_FORM_CHARACTERS, StructuredOutputsParams
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.openai.messages import check_length
 from shmring.frontend.openai.tools import check_values
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
@@ -71,13 +71,13 @@ def structure_of(
         response_format = None
     if response_format is not None and structured is not None:
         text = "response_format and structured_outputs both say what the answer must be: send one of them"
-        raise ApiError(400, text, code="invalid_value", param="structured_outputs")
+        raise ApiError(ErrorCode.INVALID_VALUE, text, param="structured_outputs")
     if isinstance(response_format, JsonObjectFormat):
         return StructuredOutputsParams(json_object=True)
     if isinstance(response_format, JsonSchemaFormat):
         place = "response_format.json_schema.schema"
         if response_format.json_schema.schema is None:
-            raise ApiError(400, "a json_schema must have a schema", code="invalid_value", param=place)
+            raise ApiError(ErrorCode.INVALID_VALUE, "a json_schema must have a schema", param=place)
         return StructuredOutputsParams(json=_schema_text(response_format.json_schema.schema, place))
     return None if structured is None else _structure(structured)
 
@@ -88,7 +88,7 @@ def _structure(structured: StructuredOutputs) -> StructuredOutputsParams:
     names = [name for name, value in fields.items() if value not in (None, False)]
     if len(names) != 1:
         text = f"structured_outputs must have one of {', '.join(fields)}; it has {len(names)}"
-        raise ApiError(400, text, code="invalid_value", param="structured_outputs")
+        raise ApiError(ErrorCode.INVALID_VALUE, text, param="structured_outputs")
     place = f"structured_outputs.{names[0]}"
     if structured.json is not None:
         return StructuredOutputsParams(json=_schema_text(structured.json, place))
@@ -111,4 +111,4 @@ def _schema_text(schema: dict[str, Any] | str, place: str) -> str:
 def _check_characters(characters: int, place: str) -> None:
     if characters > MAX_FORM_CHARACTERS:
         text = f"the form of the answer has {characters} characters, at most {MAX_FORM_CHARACTERS} are accepted"
-        raise ApiError(400, text, code="text_too_long", param=place)
+        raise ApiError(ErrorCode.TEXT_TOO_LONG, text, param=place)

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from shmring.engine.protocol import GenerateRequest
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.openai.chat import ChatMessageParam, engine_messages
 from shmring.frontend.openai.completions import check_prompt
 from shmring.frontend.openai.generation import Token
@@ -83,7 +83,7 @@ def tokenizing(request: TokenizeRequest) -> GenerateRequest:
     """
     check_supported(request, _UNSUPPORTED)
     if (request.prompt is None) == (request.messages is None):
-        raise ApiError(400, "send either prompt or messages", code="invalid_value", param="prompt")
+        raise ApiError(ErrorCode.INVALID_VALUE, "send either prompt or messages", param="prompt")
     if request.prompt is not None:
         return GenerateRequest(
             prompt=check_prompt(request.prompt, "prompt"),
@@ -92,10 +92,10 @@ def tokenizing(request: TokenizeRequest) -> GenerateRequest:
         )
     if request.add_special_tokens:
         text = "add_special_tokens is for prompts: a chat template writes all tokens of messages"
-        raise ApiError(400, text, code="unsupported_value", param="add_special_tokens")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="add_special_tokens")
     messages, sources = engine_messages(request.messages or [])
     if sources:
-        raise ApiError(400, "media are not tokenised; leave them out", code="unsupported_input", param=sources[0].param)
+        raise ApiError(ErrorCode.UNSUPPORTED_INPUT, "media are not tokenised; leave them out", param=sources[0].param)
     options = request.chat_template_kwargs or {}
     check_values(options, "chat_template_kwargs")
     return GenerateRequest(messages, tokenize=True, tools=engine_tools(request.tools or []), template_options=options)

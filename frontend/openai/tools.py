@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from shmring.engine.protocol import ToolCall as EngineToolCall
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.openai.messages import check_length
 from shmring.frontend.responses import new_id
 
@@ -138,10 +138,10 @@ def choose_tools(tools: Sequence[Tool], choice: ToolChoice | None, *, parallel: 
         by_name = {tool["function"]["name"]: tool for tool in reversed(in_engine)}
         if missing := [tool.function.name for tool in chosen if tool.function.name not in by_name]:
             text = f"tool_choice names {missing[0]!r}, which tools do not have"
-            raise ApiError(400, text, code="invalid_value", param="tool_choice")
+            raise ApiError(ErrorCode.INVALID_VALUE, text, param="tool_choice")
         in_engine = [by_name[name] for name in dict.fromkeys(tool.function.name for tool in chosen)]
     if mode == "required" and not in_engine:
-        raise ApiError(400, "tool_choice requires a tool, and there are none", code="invalid_value", param="tool_choice")
+        raise ApiError(ErrorCode.INVALID_VALUE, "tool_choice requires a tool, and there are none", param="tool_choice")
     names = {tool["function"]["name"] for tool in in_engine}
     return {
         "tools": in_engine,
@@ -172,7 +172,7 @@ def engine_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
             continue
         if tool.function is None:
             text = "a tool of the type function must have a function"
-            raise ApiError(400, text, code="invalid_value", param=f"tools[{index}].function")
+            raise ApiError(ErrorCode.INVALID_VALUE, text, param=f"tools[{index}].function")
         check_values(tool.function.description, "tools")
         check_values(tool.function.parameters, f"tools[{index}].function.parameters")
         fields = msgspec.to_builtins(tool.function)
@@ -180,7 +180,7 @@ def engine_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         values.append({"type": "function", "function": function})
     if tools and not values:
         text = f"this server runs no tools itself: it takes those of the type function, and {tools[0].type!r} is none"
-        raise ApiError(400, text, code="unsupported_value", param="tools[0].type")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="tools[0].type")
     return values
 
 
@@ -196,7 +196,7 @@ def engine_calls(calls: Sequence[ToolCall], param: str) -> list[EngineToolCall]:
         try:
             arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise ApiError(400, f"the arguments are no JSON object: {error}", code="invalid_value", param=place) from None
+            raise ApiError(ErrorCode.INVALID_VALUE, f"the arguments are no JSON object: {error}", param=place) from None
         check_values(arguments, place)
         found.append(EngineToolCall(call.function.name, call.function.arguments or "{}", call.id, index))
     return found
@@ -209,9 +209,9 @@ def check_values(value: Any, param: str, depth: int = 0) -> None:
         ApiError: they are.
     """
     if depth > _MAX_DEPTH:
-        raise ApiError(400, f"more than {_MAX_DEPTH} values in one another", code="invalid_value", param=param)
+        raise ApiError(ErrorCode.INVALID_VALUE, f"more than {_MAX_DEPTH} values in one another", param=param)
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        raise ApiError(400, "a number has more than 64 bits", code="invalid_value", param=param)
+        raise ApiError(ErrorCode.INVALID_VALUE, "a number has more than 64 bits", param=param)
     if isinstance(value, str):
         check_length(value, param)
     elif isinstance(value, dict):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Meta
 
-from shmring.frontend.errors import ApiError
+from shmring.frontend.errors import ApiError, ErrorCode
 
 __all__ = ["Unsupported", "check_supported", "only"]
 
@@ -63,7 +63,7 @@ def check_supported(given: msgspec.Struct, unsupported: Unsupported, place: str 
             continue
         possible = f"; it can be {msgspec.json.encode(neutral[0]).decode()}, or left out" if neutral else ""
         text = f"{field} is not supported by this server{possible}"
-        raise ApiError(400, text, code="unsupported_value", param=f"{place}{field}")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param=f"{place}{field}")
 
 
 def _is_same(value: Any, allowed: Any) -> bool:

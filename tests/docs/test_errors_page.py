@@ -8,8 +8,11 @@ from pathlib import Path
 
 import shmring
 from shmring import errors
+from shmring.frontend.errors import ErrorCode
+from tests.pages import load_maker
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "errors.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "errors.md").read_text()
 _SECTION = PAGE.partition("\n## The list\n")[2].partition("\n## ")[0]
 _CELLS = [[cell.strip() for cell in line.strip("|").split("|")] for line in _SECTION.splitlines() if line.startswith("| `")]
 ROWS = {cells[0].strip("`"): cells[1:] for cells in _CELLS}
@@ -53,3 +56,14 @@ def test_the_tree_is_that_of_the_classes() -> None:
         drawn[name] = path[-2]
     bases = {name: getattr(errors, name).__base__.__name__ for name in ROWS}
     assert drawn == bases | {"TimeoutError": "Exception"}
+
+
+def test_the_codes_of_the_server_are_those_of_the_code() -> None:
+    make_errors = load_maker("make_errors")
+    assert make_errors.make_page() == make_errors.PAGE.read_text(), "run: python docs/make_errors.py"
+
+
+def test_every_code_is_given_somewhere() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "frontend").rglob("*.py"))
+    kinds = {f"INVALID_{kind}" for kind in ("IMAGE", "AUDIO", "VIDEO")}  # made of the kind of a medium
+    assert [code.name for code in ErrorCode if f"ErrorCode.{code.name}" not in sources and code.name not in kinds] == []

@@ -138,7 +138,7 @@ LONG_TEXTS = {
 def test_a_long_text_that_is_no_file_is_refused(text: bytes, size: int) -> None:
     with pytest.raises(ApiError) as raised:
         scanned(b'["' + text + b'"]', size)
-    assert (raised.value.status, raised.value.code) == (413, "text_too_long")
+    assert (raised.value.status, raised.value.code) == (400, "text_too_long")
 
 
 def test_a_text_as_long_as_one_may_be_is_taken() -> None:

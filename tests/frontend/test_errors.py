@@ -9,27 +9,36 @@ import pytest
 from starlette.exceptions import HTTPException
 
 import shmring
-from shmring.frontend.errors import ApiError, api_error_of, report
+from shmring.frontend.errors import ApiError, ErrorCode, api_error_of, report
 from tests.tables import for_each
 
 
-@for_each(("status", "kind"), [(400, "invalid_request_error"), (499, "invalid_request_error"), (503, "server_error")])
-def test_the_envelope_is_openais(status: int, kind: str) -> None:
-    error = ApiError(status, "it went wrong", code="some_code", param="model", retry_after_s=1)
+@for_each(
+    ("code", "kind"),
+    [
+        (ErrorCode.INVALID_VALUE, "invalid_request_error"),
+        (ErrorCode.RATE_LIMIT_EXCEEDED, "rate_limit_error"),
+        (ErrorCode.HEAD_TOO_LARGE, "invalid_request_error"),
+        (ErrorCode.ENGINE_ERROR, "server_error"),
+        (ErrorCode.OVERLOADED, "server_error"),
+    ],
+)
+def test_the_envelope_is_openais(code: ErrorCode, kind: str) -> None:
+    error = ApiError(code, "it went wrong", param="model", retry_after_s=1)
     assert msgspec.json.decode(msgspec.json.encode(error.envelope())) == {
-        "error": {"message": "it went wrong", "type": kind, "param": "model", "code": "some_code"}
+        "error": {"message": "it went wrong", "type": kind, "param": "model", "code": code}
     }
 
 
 def test_what_is_not_known_is_null() -> None:
-    body = msgspec.to_builtins(ApiError(500, "it went wrong", code="x").envelope())
+    body = msgspec.to_builtins(ApiError(ErrorCode.ENGINE_ERROR, "it went wrong").envelope())
     assert body["error"]["param"] is None
 
 
 @for_each(
     ("error", "status", "code"),
     [
-        (ApiError(418, "tea", code="teapot"), 418, "teapot"),
+        (ApiError(ErrorCode.PROFILER, "it runs"), 409, "profiler"),
         (HTTPException(404), 404, "not_found"),
         (HTTPException(405), 405, "method_not_allowed"),
         (shmring.RemoteError("ValueError", "no"), 400, "rejected_by_engine"),
@@ -60,7 +69,7 @@ def test_each_failure_has_its_status(error: Exception, status: int, code: str) -
 
 def test_what_is_the_server_s_fault_is_logged_without_its_frames(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        report(ApiError(400, "yours", code="x"), "id-1")
+        report(ApiError(ErrorCode.INVALID_VALUE, "yours"), "id-1")
         assert caplog.records == []
         with pytest.raises(KeyError) as raised:
             raise KeyError("a bug")

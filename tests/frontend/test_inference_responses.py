@@ -428,7 +428,7 @@ async def test_a_model_that_has_no_tools_refuses_them(open_engine: Any, open_app
         ([USER] * 5000, 400, "invalid_value"),
         ([{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 2500}] * 2, 400, "too_many_parts"),
         ([USER | {"content": "x" * 999_999}] * 5, 400, "text_too_long"),
-        ([USER, *[CALL | {"arguments": json.dumps({"x": [0] * 30_000})}] * 2], 400, "too_many_values"),
+        ([USER, *[CALL | {"arguments": json.dumps({"x": [0] * 30_000})}] * 2], 413, "too_many_values"),
         ([USER, *[CALL | {"arguments": '{"x":"' + "x" * 999_999 + '"}'}] * 5], 400, "text_too_long"),
     ],
 )
