@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="only those whose names or files contain one of these")
     parser.add_argument("--guards", action=argparse.BooleanOptionalAction, help="only guards, or only the others")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and what it has copied and started goes
     begun_s = time.monotonic()
     chosen = [
         fault

@@ -245,6 +245,7 @@ def _be_pytest(job: _Job, copy: Path, environment: Mapping[str, str], printed: P
     code = 3
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(copy)
         output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
