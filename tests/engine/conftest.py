@@ -50,6 +50,32 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="module")
+def load(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+    """``load("llava", **options)``: the executor ``transformers``; the same one again for the same arguments."""
+    loaded: dict[tuple[Any, ...], Any] = {}
+
+    def make(architecture: str = "llava", **options: Any) -> Any:
+        key = (architecture, *options.items())
+        if key not in loaded:
+            settings = ExecutorOptions(model=str(tiny_model(architecture)), options=options)
+            loaded[key] = create_executor("transformers", settings)
+        return loaded[key]
+
+    yield make
+    for executor in loaded.values():
+        executor.close()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Callable[..., Path]) -> Callable[[str], Any]:
+    """``reference("llava")``: what transformers makes of the same model; see asking.py."""
+    from tests.engine.asking import Reference  # after it was looked whether transformers is there
+
+    references: dict[str, Reference] = {}
+    return lambda architecture: references.setdefault(architecture, Reference(tiny_model(architecture)))
+
+
+@pytest.fixture(scope="module")
 def whisper(tiny_model: Callable[..., Path]) -> Path:
     """The directory of a speech model."""
     return tiny_model("whisper")

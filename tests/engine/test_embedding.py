@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,117 +20,58 @@ from shmring.engine.client import EngineClient
 from shmring.engine.core import EngineCore
 from shmring.engine.executors import embedding, encoding, preparing
 from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions, StepInput, StepOutput
-from shmring.engine.protocol import (
-    ChatMessage,
-    EncodeReply,
-    EncodeRequest,
-    GenerateReply,
-    GenerateRequest,
-    MediumPart,
-    Picture,
-    SamplingParams,
-    Text,
-    TextPart,
-    Video,
-    Waveform,
-)
+from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, Picture, Text, Waveform
 from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402 - after the skip
+from tests.engine.asking import SEEING, Reference, ask, clip, damaged, noise  # noqa: E402
 
-SEEING = ["llava", "gemma3", "idefics3", "qwen2_vl"]
 MANY = 50
-
-
-def noise(height: int = 60, width: int = 70, seed: int = 0) -> Picture:
-    generator = torch.Generator().manual_seed(seed)
-    return Picture(torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator))
-
-
-def clip() -> Video:
-    pixels = torch.randint(0, 256, (4, 40, 60, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    return Video(pixels, [0.0, 0.5, 1.0, 1.5], 2.0)
+Load = Callable[..., TransformersExecutor]
 
 
 def question(picture: Picture, max_tokens: int) -> GenerateRequest:
-    message = ChatMessage("user", [MediumPart(0), TextPart("What is it?")])
-    return GenerateRequest([message], [picture], SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True))
+    return ask(picture, "What is it?", max_tokens=max_tokens, ignore_eos=True)
+
+
+def run(executor: TransformersExecutor, requests: Mapping[int, EncodeRequest]) -> dict[int, Any]:
+    """Executes steps until all are over, as the engine does; returns their replies, or errors."""
+    answers: dict[int, Any] = {}
+    while running := {number: request for number, request in requests.items() if number not in answers}:
+        outputs = executor.execute([StepInput(number, request) for number, request in running.items()])
+        for number, output in zip(running, outputs, strict=True):
+            if isinstance(output, Exception):
+                answers[number] = output
+            elif output.finished:
+                answers[number] = output.reply
+            else:
+                assert (output.reply, output.keep_inputs) == (None, True)
+    return answers
 
 
 def encode(executor: TransformersExecutor, *inputs: Any) -> EncodeReply:
-    """Executes steps until the inputs are embedded, as the engine does."""
-    while True:
-        (output,) = executor.execute([StepInput(1, EncodeRequest(list(inputs)))])
-        if isinstance(output, Exception):
-            raise output
-        if output.finished:
-            assert isinstance(output.reply, EncodeReply)
-            return output.reply
-        assert (output.reply, output.keep_inputs) == (None, True)
-
-
-class Reference:
-    """transformers' own way from an input to its hidden states."""
-
-    def __init__(self, path: Path) -> None:
-        has_eyes = (path / "processor_config.json").exists()
-        loader = transformers.AutoProcessor if has_eyes else transformers.AutoTokenizer
-        factory = transformers.AutoModelForImageTextToText if has_eyes else transformers.AutoModelForCausalLM
-        self.processor = loader.from_pretrained(path, local_files_only=True)
-        self.model = factory.from_pretrained(path, local_files_only=True).eval()
-
-    def prompt(self, item: Text | Picture | Video) -> Any:
-        if isinstance(item, Text):
-            return getattr(self.processor, "tokenizer", self.processor)(item.text, return_tensors="pt")
-        part = {"type": "image", "image": item.pixels} if isinstance(item, Picture) else {"type": "video", "video": item.frames}
-        return self.processor.apply_chat_template(
-            [{"role": "user", "content": [part]}],
-            tokenize=True,
-            return_dict=True,
-            processor_kwargs={
-                "return_tensors": "pt",
-                "images_kwargs": {"input_data_format": "channels_last"},
-                "videos_kwargs": {"input_data_format": "channels_last", "do_sample_frames": False},
-            },
-        )
-
-    def states(self, item: Text | Picture | Video) -> torch.Tensor:
-        """Returns the last hidden states: shape (tokens, hidden size)."""
-        with torch.inference_mode():
-            states: torch.Tensor = self.model(**self.prompt(item), output_hidden_states=True, use_cache=False).hidden_states[-1]
-        return states[0].clone()
+    reply = run(executor, {1: EncodeRequest(list(inputs))})[1]
+    if isinstance(reply, Exception):
+        raise reply
+    assert isinstance(reply, EncodeReply)
+    return reply
 
 
 def unit(vector: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(vector, dim=0)
 
 
-@pytest.fixture(scope="module")
-def load(tiny_model: Callable[..., Path]) -> Callable[..., TransformersExecutor]:
-    """``load("llava", **options)``: an executor; the same one again for the same arguments."""
-    loaded: dict[tuple[Any, ...], TransformersExecutor] = {}
-
-    def make(architecture: str = "llava", **options: Any) -> TransformersExecutor:
-        key = (architecture, *options.items())
-        if key not in loaded:
-            model = str(tiny_model(architecture))
-            loaded[key] = TransformersExecutor(ExecutorOptions(model=model, options=options))
-        return loaded[key]
-
-    return make
-
-
 @pytest.fixture
-def executor(load: Callable[..., TransformersExecutor]) -> TransformersExecutor:
+def executor(load: Load) -> TransformersExecutor:
     return load("llava")
 
 
 # -- the same vectors as by hand ------------------------------------------------------------------------------------------
 
 
-def test_a_text_and_its_tokens_have_one_embedding(load: Callable[..., TransformersExecutor]) -> None:
+def test_a_text_and_its_tokens_have_one_embedding(load: Load) -> None:
     executor = load("llama")
     tokens = executor._prompts.build_single(Text("Hello there"))["input_ids"][0].tolist()
     by_text, by_tokens = (encode(executor, Text(text)) for text in ("Hello there", tokens))
@@ -139,13 +80,13 @@ def test_a_text_and_its_tokens_have_one_embedding(load: Callable[..., Transforme
 
 
 @for_each("tokens", [[1 << 30], [-1], []])
-def test_tokens_that_a_model_does_not_have_are_refused(load: Callable[..., TransformersExecutor], tokens: list[int]) -> None:
+def test_tokens_that_a_model_does_not_have_are_refused(load: Load, tokens: list[int]) -> None:
     with pytest.raises(ValueError):
         encode(load("llama"), Text(tokens))
 
 
 @for_each("architecture", SEEING)
-def test_tokens_of_media_without_media_are_only_tokens(architecture: str, load: Callable[..., TransformersExecutor]) -> None:
+def test_tokens_of_media_without_media_are_only_tokens(architecture: str, load: Load) -> None:
     """Nobody but their caller has something of it; what can't be read so is the caller's fault."""
     executor = load(architecture)
     config = executor._checkpoint.model.config
@@ -158,7 +99,7 @@ def test_tokens_of_media_without_media_are_only_tokens(architecture: str, load: 
 @for_each("pooling", ["last", "mean"])
 @for_each("architecture", ["llama", *SEEING])
 def test_embeddings_are_the_pooled_hidden_states_of_transformers(
-    architecture: str, pooling: str, load: Callable[..., TransformersExecutor], tiny_model: Callable[..., Path]
+    architecture: str, pooling: str, load: Load, reference: Callable[[str], Reference]
 ) -> None:
     executor = load(architecture, **({} if pooling == "last" else {"pooling": pooling}))
     inputs: list[Any] = [Text("Hello there"), Text("日本 🙂")]
@@ -167,8 +108,7 @@ def test_embeddings_are_the_pooled_hidden_states_of_transformers(
     if architecture == "qwen2_vl":
         inputs.append(clip())
     reply = encode(executor, *inputs)
-    reference = Reference(tiny_model(architecture))
-    states = [reference.states(item) for item in inputs]
+    states = [reference(architecture).states(item) for item in inputs]
     expected = torch.stack([unit(state[-1] if pooling == "last" else state.mean(dim=0)) for state in states])
     assert reply.embeddings.dtype == torch.float32
     torch.testing.assert_close(reply.embeddings, expected, rtol=1e-5, atol=1e-6)
@@ -186,24 +126,21 @@ def test_equal_pictures_get_equal_bits_whatever_is_beside_them(executor: Transfo
 
 
 @for_each("architecture", ["llama", *SEEING])
-def test_texts_of_one_pass_get_the_embeddings_that_they_get_alone(
-    architecture: str, load: Callable[..., TransformersExecutor]
-) -> None:
+def test_texts_of_one_pass_get_the_embeddings_that_they_get_alone(architecture: str, load: Load) -> None:
     executor = load(architecture)
     texts = [Text("word " * length) for length in (1, 10, 3, 30, 1, 2)]
-    alone = [encode(executor, text).embeddings[0] for text in texts]
     requests = {1: EncodeRequest([*texts[:4]]), 2: EncodeRequest([texts[4]]), 3: EncodeRequest([texts[5]])}
-    expected = {1: alone[:4], 2: alone[4:5], 3: alone[5:]}
     outputs: Sequence[Any] = executor.execute([StepInput(number, request) for number, request in requests.items()])
     for number, output in zip(requests, outputs, strict=True):
         executor.forget(number)
         assert output.finished is (executor._model.flat or number == 2), "a pass has room for all, or for one"
         if output.finished:
-            torch.testing.assert_close(output.reply.embeddings, torch.stack(expected[number]), rtol=0, atol=1e-5)
+            alone = torch.cat([encode(executor, text).embeddings for text in requests[number].inputs])
+            torch.testing.assert_close(output.reply.embeddings, alone, rtol=0, atol=1e-5)
 
 
 def test_an_embedding_of_other_numbers_than_float32_is_float32_and_of_length_one(
-    load: Callable[..., TransformersExecutor],
+    load: Load,
 ) -> None:
     for pooling in ("last", "mean"):
         embeddings = encode(load("llava", dtype="bfloat16", pooling=pooling), noise(), Text("Hello there")).embeddings
@@ -229,7 +166,7 @@ def test_a_text_gets_the_tokens_that_the_tokenizer_adds_at_its_ends(tiny_model: 
 
 
 @pytest.mark.parametrize("architecture", ["llava", "idefics3"])
-def test_control_tokens_in_a_text_to_be_embedded_are_text(architecture: str, load: Callable[..., TransformersExecutor]) -> None:
+def test_control_tokens_in_a_text_to_be_embedded_are_text(architecture: str, load: Load) -> None:
     executor = load(architecture)
     tokens = executor._prompts.build_single(Text("an <image> of mine<|end|>"))["input_ids"][0].tolist()
     tokenizer = executor._checkpoint.tokenizer
@@ -266,11 +203,7 @@ def test_a_step_embeds_what_a_pass_takes_and_requests_take_turns(
 ) -> None:
     monkeypatch.setattr(encoding, "_STARVING_S", -1.0 if starves else 60.0)
     monkeypatch.setattr(embedding, "_PASS_TOKENS", 1)  # one input, however long
-    requests = {
-        1: EncodeRequest([Text("a"), Text("b"), Text("c")]),
-        2: EncodeRequest([Text("d")]),
-        3: EncodeRequest([Text("e")]),
-    }
+    requests = {number: EncodeRequest([Text(name) for name in names]) for number, names in enumerate(("abc", "d", "e"), 1)}
     expected = {number: encode(executor, *request.inputs).embeddings for number, request in requests.items()}
     order: list[str] = []
     embedder: Any = executor._embedder
@@ -282,20 +215,18 @@ def test_a_step_embeds_what_a_pass_takes_and_requests_take_turns(
         return results
 
     monkeypatch.setattr(embedder, "embed", note)
-    embeddings: dict[int, torch.Tensor] = {}
-    running = dict(requests)
-    while running:
+    execute = executor.execute
+
+    def step(batch: Any) -> Any:
         before = len(order)
-        outputs = executor.execute([StepInput(number, request) for number, request in running.items()])
+        outputs = execute(batch)
         assert len(order) == before + 1
-        for number, output in zip(list(running), outputs, strict=True):
-            assert isinstance(output, StepOutput)
-            if output.finished:
-                assert isinstance(output.reply, EncodeReply)
-                embeddings[number] = output.reply.embeddings
-                del running[number]
+        return outputs
+
+    monkeypatch.setattr(executor, "execute", step)
+    replies = run(executor, requests)
     assert order == [*expected_order]
-    assert all(torch.equal(embeddings[number], expected[number]) for number in requests)
+    assert all(torch.equal(replies[number].embeddings, expected[number]) for number in requests)
     assert executor._line._progress == {}
 
 
@@ -329,48 +260,32 @@ def test_answers_go_on_a_token_a_step_beside_what_is_embedded(executor: Transfor
 )
 def test_an_input_at_fault_fails_its_request_alone(executor: TransformersExecutor, item: Any, message: str) -> None:
     requests = {1: EncodeRequest([Text("a")]), 2: EncodeRequest([Text("b"), item]), 3: EncodeRequest([Text("c")])}
-    outputs: dict[int, Any] = {}
-    while len(outputs) < len(requests):
-        batch = [StepInput(number, request) for number, request in requests.items() if number not in outputs]
-        for part, output in zip(batch, executor.execute(batch), strict=True):
-            if isinstance(output, Exception) or output.finished:
-                outputs[part.request_id] = output
+    replies = run(executor, requests)
     with pytest.raises(ValueError, match=message):
-        raise outputs[2]
+        raise replies[2]
     for number, text in ((1, "a"), (3, "c")):
-        torch.testing.assert_close(outputs[number].reply.embeddings, encode(executor, Text(text)).embeddings, rtol=0, atol=1e-5)
+        torch.testing.assert_close(replies[number].embeddings, encode(executor, Text(text)).embeddings, rtol=0, atol=1e-5)
     assert executor._line._progress == {}
 
 
-def test_a_picture_of_too_many_tokens_is_refused(load: Callable[..., TransformersExecutor]) -> None:
-    with pytest.raises(ValueError, match=r"the prompt has \d+ tokens, media included; the model takes 8"):
-        encode(load("llava", max_model_len=8), noise())
-
-
-def test_a_text_as_long_as_the_model_takes_is_embedded(load: Callable[..., TransformersExecutor]) -> None:
+def test_an_input_as_long_as_the_model_takes_is_embedded_and_no_longer_one(load: Load) -> None:
     executor = load("llama")
     tokens = encode(executor, Text("Hi " * 20)).prompt_tokens
     assert encode(load("llama", max_model_len=tokens), Text("Hi " * 20)).prompt_tokens == tokens
-    with pytest.raises(ValueError, match=f"has {tokens} tokens, media included; the model takes {tokens - 1}"):
-        encode(load("llama", max_model_len=tokens - 1), Text("Hi " * 20))
+    for architecture, length, item in (("llama", tokens - 1, Text("Hi " * 20)), ("llava", 8, noise())):
+        with pytest.raises(ValueError, match=rf"the prompt has \d+ tokens, media included; the model takes {length}"):
+            encode(load(architecture, max_model_len=length), item)
 
 
-def test_hidden_states_that_are_no_numbers_fail_the_request(executor: TransformersExecutor) -> None:
-    weight = executor._checkpoint.model.model.language_model.norm.weight
-    before = weight.detach().clone()
-    try:
-        for damage in (float("nan"), 0.0):
-            with torch.no_grad():
-                weight.fill_(damage)
-            with pytest.raises(RuntimeError, match="NaN or infinity, or nothing but noughts"):
-                encode(executor, Text("Hi"))
-    finally:
-        with torch.no_grad():
-            weight.copy_(before)
+@for_each("damage", [float("nan"), 0.0])
+def test_hidden_states_that_are_no_numbers_fail_the_request(damage: float, executor: TransformersExecutor) -> None:
+    weights, message = executor._checkpoint.model.model.language_model.norm.weight, "NaN or infinity, or nothing but noughts"
+    with damaged(weights, damage), pytest.raises(RuntimeError, match=message):
+        encode(executor, Text("Hi"))
 
 
 @for_each("architecture", ["llava", "idefics3", "qwen2_vl"])
-def test_pixels_are_let_go_after_each_step(architecture: str, load: Callable[..., TransformersExecutor]) -> None:
+def test_pixels_are_let_go_after_each_step(architecture: str, load: Load) -> None:
     executor = load(architecture)
     first, second = noise(), noise(seed=1)
     views = [weakref.ref(first.pixels), weakref.ref(second.pixels)]
@@ -402,9 +317,7 @@ def test_pixels_are_let_go_when_embedding_fails(executor: TransformersExecutor, 
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2_vl"])
-def test_no_keys_and_values_are_made(
-    architecture: str, load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_keys_and_values_are_made(architecture: str, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = load(architecture)
     inputs = [Text("Hello")] if architecture == "llama" else [noise(), Text("Hello")]
 
@@ -499,17 +412,31 @@ async def test_an_answer_streams_while_many_pictures_are_embedded(
         assert last < MANY / 2 + 2
 
 
-async def test_a_long_batch_holds_its_slot_and_lets_others_through(executor: TransformersExecutor, socket_dir: Path) -> None:
+async def test_a_long_batch_holds_its_slot_and_lets_others_through(
+    executor: TransformersExecutor, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pictures = [noise(60, 70, seed) for seed in range(40)]
+    both_came, execute = threading.Event(), executor.execute
+
+    def wait(batch: Sequence[StepInput]) -> Any:
+        assert both_came.wait(60)
+        return execute(batch)
+
+    monkeypatch.setattr(executor, "execute", wait)
     async with asyncio.timeout(60), engine_and_client(executor, socket_dir) as (core, client):
         batch = asyncio.create_task(encode_in_slot(client, pictures))
-        while not core.metrics.steps:
+        while core._busy is None:
             await asyncio.sleep(0)
-        (single,) = await asyncio.gather(encode_in_slot(client, [pictures[7]]))
+        other = asyncio.create_task(encode_in_slot(client, [pictures[7]]))
+        while len(core._scheduler.all()) < 2:
+            await asyncio.sleep(0)
+        both_came.set()
+        single = await other
         assert not batch.done(), "requests take turns"
         assert core.ring.statistics().slots_in_use == 1
         embeddings = await batch
     assert torch.equal(embeddings[7:8], single)
+    monkeypatch.undo()
     assert torch.equal(embeddings, encode(executor, *pictures).embeddings)
 
 
@@ -525,9 +452,7 @@ async def test_a_batch_that_is_given_up_leaves_between_two_inputs(executor: Tran
         assert core.metrics.finished_requests == 0
 
 
-def test_long_texts_are_made_into_tokens_beside_steps(
-    load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_texts_are_made_into_tokens_beside_steps(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = load("llava")
     inputs = [Text("Hello there, " * 9), noise(), Text("Hi"), Text("Another one. " * 9)]
     expected = encode(executor, *inputs)
@@ -549,14 +474,9 @@ def test_long_texts_are_made_into_tokens_beside_steps(
     assert torch.equal(outputs[1].reply.embeddings, short.embeddings)  # type: ignore[union-attr]
     executor.forget(3)
     go_on.set()
-    while True:
-        (output,) = executor.execute([StepInput(2, request)])
-        assert isinstance(output, StepOutput)
-        if output.finished:
-            break
-    assert isinstance(output.reply, EncodeReply)
-    torch.testing.assert_close(output.reply.embeddings, expected.embeddings)
-    assert output.reply.prompt_tokens == expected.prompt_tokens
+    reply = run(executor, {2: request})[2]
+    torch.testing.assert_close(reply.embeddings, expected.embeddings)
+    assert reply.prompt_tokens == expected.prompt_tokens
     assert {name.rpartition("_")[0] for name in threads} == {"shmring-texts"}
     assert request.inputs == inputs, "the request is not changed"
     with pytest.raises(ContextLengthError):
@@ -566,9 +486,7 @@ def test_long_texts_are_made_into_tokens_beside_steps(
     assert executor._long_texts == {}
 
 
-def test_long_texts_of_several_requests_are_made_into_tokens_in_turn(
-    load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_texts_of_several_requests_are_made_into_tokens_in_turn(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = load("llava")
     monkeypatch.setattr(preparing, "_LONG_CHARACTERS", 100)
     read_text = executor._prompts_of["texts"].read_text
@@ -581,13 +499,7 @@ def test_long_texts_of_several_requests_are_made_into_tokens_in_turn(
 
     monkeypatch.setattr(executor._prompts_of["texts"], "read_text", note)
     many, one = EncodeRequest([Text("many " * 30)] * 12), EncodeRequest([Text("one, " * 30)])
-    running = {1: many, 2: one}
-    while running:
-        outputs = executor.execute([StepInput(number, request) for number, request in running.items()])
-        for number, output in zip(list(running), outputs, strict=True):
-            assert isinstance(output, StepOutput)
-            if output.finished:
-                del running[number]
+    run(executor, {1: many, 2: one})
     text = executor._prompts.read_text(one.inputs[0])  # type: ignore[arg-type]
     assert sys.getsizeof(text.text) < 6 * len(text.text) + 100, "tokens take no more memory than their text"
     assert read.index("one,") <= 1, "it does not wait for all texts of the other request"
@@ -595,7 +507,7 @@ def test_long_texts_of_several_requests_are_made_into_tokens_in_turn(
 
 
 def test_the_long_texts_of_a_request_that_was_given_up_are_made_into_tokens_no_more(
-    load: Callable[..., TransformersExecutor], monkeypatch: pytest.MonkeyPatch
+    load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = load("llava")
     monkeypatch.setattr(preparing, "_LONG_CHARACTERS", 100)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shmring.engine.executors.interface import ExecutorOptions, StepInput
-from shmring.engine.protocol import ChatMessage, GenerateRequest, MediumPart, Picture, SamplingParams, TextPart
+from shmring.engine.protocol import GenerateRequest
 from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
@@ -22,23 +22,17 @@ from shmring.engine.executors.attention import ContextCache  # noqa: E402
 from shmring.engine.executors.generation import LanguageModel  # noqa: E402
 from shmring.engine.executors.sampling import Sampler  # noqa: E402
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
+from tests.engine.asking import Reference, ask, noise  # noqa: E402
 from tests.engine.tiny_models import DECODER  # noqa: E402
 
 # How far logits may be apart; their standard deviation is 4. These models have wide weights, which enlarge what float32 rounds.
 _APART = {torch.float64: 1e-5, torch.float32: 4e-4}
 
 
-def noise(seed: int) -> Picture:
-    generator = torch.Generator().manual_seed(seed)
-    return Picture(torch.randint(0, 256, (40 + 9 * seed, 60, 3), dtype=torch.uint8, generator=generator))
-
-
-def ask(text: str, pictures: int = 0, **sampling: Any) -> GenerateRequest:
+def question(text: str, pictures: int = 0, **sampling: Any) -> GenerateRequest:
     """A request whose answer varies: a model that repeats one token would prove little."""
-    parts: list[Any] = [MediumPart(index) for index in range(pictures)]
-    params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "repetition_penalty": 5.0} | sampling
-    message = ChatMessage("user", [*parts, TextPart(text)])
-    return GenerateRequest([message], [noise(index) for index in range(pictures)], SamplingParams(**params))
+    params = {"max_tokens": 12, "ignore_eos": True, "repetition_penalty": 5.0} | sampling
+    return ask(*[noise(40 + 9 * number, 60, number) for number in range(pictures)], text, **params)
 
 
 def logits_of(
@@ -98,17 +92,16 @@ def test_logits_are_those_of_a_request_alone(
     path = tiny_model(architecture)
     executor = TransformersExecutor(ExecutorOptions(model=str(path)))
     is_seeing = architecture != "llama"
-    factory = transformers.AutoModelForImageTextToText if is_seeing else transformers.AutoModelForCausalLM
-    model = factory.from_pretrained(path, local_files_only=True).eval().to(dtype)
+    model = Reference(path).model.to(dtype)
     executor._checkpoint.model.to(dtype)
     requests = {
-        1: ask("Hi", max_tokens=30),
-        2: ask("What is it?", is_seeing),
-        3: ask("word " * 30),
-        4: ask("Compare these two.", 2 * is_seeing, seed=5),
-        5: ask("x", max_tokens=3),
-        6: ask("Go on", is_seeing, max_tokens=25),
-        7: ask("Hello there", max_tokens=20),
+        1: question("Hi", max_tokens=30),
+        2: question("What is it?", is_seeing),
+        3: question("word " * 30),
+        4: question("Compare these two.", 2 * is_seeing, seed=5),
+        5: question("x", max_tokens=3),
+        6: question("Go on", is_seeing, max_tokens=25),
+        7: question("Hello there", max_tokens=20),
     }
     arrivals = {0: {number: requests[number] for number in (1, 2, 3)}, 4: {4: requests[4], 5: requests[5]}}
     arrivals |= {9: {6: requests[6]}, 25: {7: requests[7]}}
@@ -272,51 +265,33 @@ _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 _SECTIONS = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "rope_theta": 1e4}
 
 
-def _deep_stack() -> tuple[Any, list[dict[str, Any]]]:
-    config = transformers.Qwen3VLConfig(
-        text_config=DECODER | {"head_dim": 8, "rope_parameters": _SECTIONS},
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 14,
-            "out_hidden_size": 32,
-            "deepstack_visual_indexes": [0, 1],
-            "num_position_embeddings": 16,
-        },
-        image_token_id=50,
-        video_token_id=51,
-        vision_start_token_id=52,
-        vision_end_token_id=53,
-    )
-    tokens = torch.tensor([[3, 52, 50, 53, 4, 5]])
+def _qwen(
+    factory: Any, config: Any, tokens: list[int], grid: list[int], text: dict[str, Any], vision: dict[str, Any]
+) -> tuple[Any, list[dict[str, Any]]]:
+    """A model with a picture of so many patches for example, which are the tokens 50."""
+    ids = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
+    vision = {"hidden_size": 32, "num_heads": 2, "patch_size": 14} | vision
+    made = factory(config(text_config=DECODER | text, vision_config=vision, **ids))
     example = {
-        "input_ids": tokens,
-        "pixel_values": torch.randn(4, 3 * 2 * 14 * 14),
-        "image_grid_thw": torch.tensor([[1, 2, 2]]),
-        "mm_token_type_ids": (tokens == 50).int(),
+        "input_ids": torch.tensor([tokens]),
+        "pixel_values": torch.randn(grid[1] * grid[2], 3 * 2 * 14 * 14),
+        "image_grid_thw": torch.tensor([grid]),
+        "mm_token_type_ids": (torch.tensor([tokens]) == 50).int(),
     }
-    return transformers.Qwen3VLForConditionalGeneration(config), [example]
+    return made, [example]
+
+
+def _deep_stack() -> tuple[Any, list[dict[str, Any]]]:
+    vision = {"depth": 2, "intermediate_size": 48, "out_hidden_size": 32, "deepstack_visual_indexes": [0, 1]}
+    vision["num_position_embeddings"] = 16
+    model = transformers.Qwen3VLForConditionalGeneration, transformers.Qwen3VLConfig
+    return _qwen(*model, [3, 52, 50, 53, 4, 5], [1, 2, 2], {"head_dim": 8, "rope_parameters": _SECTIONS}, vision)
 
 
 def _three_dimensions() -> tuple[Any, list[dict[str, Any]]]:
-    config = transformers.Qwen2VLConfig(
-        text_config=DECODER | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}},
-        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 14, "mlp_ratio": 2},
-        image_token_id=50,
-        video_token_id=51,
-        vision_start_token_id=52,
-        vision_end_token_id=53,
-    )
-    tokens = torch.tensor([[3, 52, *[50] * 6, 53, 4, 5]])
-    example = {
-        "input_ids": tokens,
-        "pixel_values": torch.randn(24, 3 * 2 * 14 * 14),
-        "image_grid_thw": torch.tensor([[1, 4, 6]]),
-        "mm_token_type_ids": (tokens == 50).int(),
-    }
-    return transformers.Qwen2VLForConditionalGeneration(config), [example]
+    text = {"rope_parameters": {name: value for name, value in _SECTIONS.items() if name != "mrope_interleaved"}}
+    model = transformers.Qwen2VLForConditionalGeneration, transformers.Qwen2VLConfig
+    return _qwen(*model, [3, 52, *[50] * 6, 53, 4, 5], [1, 4, 6], text, {"depth": 1, "embed_dim": 32, "mlp_ratio": 2})
 
 
 _SIGLIP: dict[str, Any] = {

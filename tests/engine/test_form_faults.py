@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from shmring.engine.executors.interface import ExecutorOptions, FormRefusedError
+from shmring.engine.executors.interface import FormRefusedError
 from shmring.engine.form_faults import find_place
-from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputsParams, TextPart
+from shmring.engine.protocol import StructuredOutputsParams
 from tests.stepping import answer
 from tests.tables import for_each
 
@@ -20,6 +19,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 
 from shmring.engine.executors.transformers import TransformersExecutor
+from tests.engine.asking import ask
 
 WORDS_OF_THE_LIBRARY = re.compile(
     r"NoExtension|coerce_one_of|Unimplemented|Unsatisfiable|[a-z]+_[a-z]+_[a-z]+|<non-verbose|lark|llguidance|start:|Resource|"
@@ -29,16 +29,13 @@ TEXT = {"type": "string"}
 
 
 @pytest.fixture(scope="module")
-def executor(tiny_model: Callable[..., Path]) -> Iterator[TransformersExecutor]:
-    made = TransformersExecutor(ExecutorOptions(model=str(tiny_model("llama"))))
-    yield made
-    made.close()
+def executor(load: Callable[..., TransformersExecutor]) -> TransformersExecutor:
+    return load("llama")
 
 
 def told(executor: TransformersExecutor, structure: StructuredOutputsParams) -> str:
-    request = GenerateRequest([ChatMessage("user", [TextPart("Hi")])], sampling=SamplingParams(structured_outputs=structure))
     with pytest.raises(FormRefusedError, match="the form of the answer can't be compiled: ") as caught:
-        answer(executor, request)
+        answer(executor, ask("Hi", structured_outputs=structure))
     text = str(caught.value).removeprefix("the form of the answer can't be compiled: ")
     assert not WORDS_OF_THE_LIBRARY.search(text), text
     assert "\n" not in text

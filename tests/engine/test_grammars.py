@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from shmring.engine.executors.interface import ExecutorOptions, FormError, StepInput, StepOutput
-from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputsParams, TextPart
+from shmring.engine.protocol import GenerateRequest, StructuredOutputsParams
 from tests.stepping import answer, run
 from tests.tables import for_each
 
@@ -28,6 +28,8 @@ from shmring.engine.executors.forms import Form, form_of  # noqa: E402
 from shmring.engine.executors.grammars import Grammar, Grammars  # noqa: E402
 from shmring.engine.executors.preparing import Preparing  # noqa: E402
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
+from tests.engine import asking  # noqa: E402
+from tests.engine.asking import text_of, tokens_of  # noqa: E402
 
 SCHEMA = {
     "type": "object",
@@ -46,10 +48,8 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def executor(tiny_model: Callable[..., Path]) -> Iterator[TransformersExecutor]:
-    made = TransformersExecutor(ExecutorOptions(model=str(tiny_model("llama"))))
-    yield made
-    made.close()
+def executor(load: Callable[..., TransformersExecutor]) -> TransformersExecutor:
+    return load("llama")
 
 
 @pytest.fixture(autouse=True)
@@ -98,14 +98,13 @@ def take(grammar: Grammar, forms: Grammars, tokens: list[int]) -> None:
 
 
 def ask(text: str = "Hi", structure: StructuredOutputsParams | None = None, **sampling: Any) -> GenerateRequest:
-    params = SamplingParams(**({"max_tokens": 300, "structured_outputs": structure} | sampling))
-    return GenerateRequest([ChatMessage("user", [TextPart(text)])], sampling=params)
+    return asking.ask(text, **({"temperature": 1.0, "max_tokens": 300, "structured_outputs": structure} | sampling))
 
 
 def told(executor: TransformersExecutor, request: GenerateRequest) -> tuple[str, str | None]:
     replies = answer(executor, request)
     assert sum(len(reply.token_ids) for reply in replies) == replies[-1].completion_tokens
-    return "".join(reply.text for reply in replies), replies[-1].finish_reason
+    return text_of(replies), replies[-1].finish_reason
 
 
 @for_each("seed", [*range(8), None])
@@ -155,13 +154,13 @@ def test_a_form_touches_no_other_answer(executor: TransformersExecutor) -> None:
     alone = run(executor, free)
     beside = run(executor, free | formed)
     for number in free:
-        assert [reply.token_ids for reply in beside[number]] == [reply.token_ids for reply in alone[number]]
-    jsonschema_rs.validate(SCHEMA, json.loads("".join(reply.text for reply in beside[9])))
+        assert tokens_of(beside[number]) == tokens_of(alone[number])
+    jsonschema_rs.validate(SCHEMA, json.loads(text_of(beside[9])))
 
 
 def test_several_answers_have_the_form_each(executor: TransformersExecutor) -> None:
     replies = answer(executor, ask(structure=StructuredOutputsParams(json=json.dumps(SCHEMA)), n=3, seed=3, temperature=1.5))
-    texts = ["".join(reply.text for reply in replies if reply.index == index) for index in range(3)]
+    texts = [text_of(reply for reply in replies if reply.index == index) for index in range(3)]
     for text in texts:
         jsonschema_rs.validate(SCHEMA, json.loads(text))
     assert len(set(texts)) > 1
@@ -203,19 +202,8 @@ for _ in range(150):
 @for_each(
     "structure",
     [
-        StructuredOutputsParams(json="{"),
-        StructuredOutputsParams(json="5"),
-        StructuredOutputsParams(json='"x"'),
-        StructuredOutputsParams(json=json.dumps({"type": "cat"})),
-        StructuredOutputsParams(json=json.dumps({"$ref": "https://example.com/schema"})),
-        StructuredOutputsParams(json=json.dumps({"$ref": "#/nowhere"})),
-        StructuredOutputsParams(json="false"),
-        StructuredOutputsParams(json=json.dumps({"not": {"type": "string"}})),
         StructuredOutputsParams(json=json.dumps(NESTED)),
         StructuredOutputsParams(json=json.dumps(COMBINED)),
-        StructuredOutputsParams(regex="(("),
-        StructuredOutputsParams(regex="(?=a)b"),
-        StructuredOutputsParams(regex=r"[^\s\S]"),
         StructuredOutputsParams(regex="(" * 3000 + ")" * 3000),
         StructuredOutputsParams(regex="a" * 200_000),
         StructuredOutputsParams(regex="a?" * 20_000),
@@ -227,10 +215,12 @@ for _ in range(150):
     ],
     ids=lambda structure: str(structure)[:80],
 )
-def test_what_can_not_be_compiled_is_the_callers_fault(
+def test_what_takes_too_much_to_compile_is_the_callers_fault(
     executor: TransformersExecutor, structure: StructuredOutputsParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What else can't be is in test_form_faults.py."""
     monkeypatch.setattr(trials, "_MAX_SECONDS", 1)  # of the processor: some take what they may
+    monkeypatch.setattr(trials, "_TIMEOUT_S", 600.0)  # however busy the machine is
     executor._grammars._trials._process._end()  # which was told another number
     for _ in range(2):  # and again, from what is kept
         with pytest.raises(ValueError, match="form of the answer") as caught:
@@ -298,8 +288,7 @@ def test_an_answer_waits_alone_for_its_next_tokens(executor: TransformersExecuto
     while not output.finished:  # type: ignore[union-attr]
         [output] = executor.execute([StepInput(1, None)])
         replies += [output.reply]  # type: ignore[union-attr]
-    tokens = [token for reply in replies if reply is not None for token in reply.token_ids]  # type: ignore[union-attr]
-    assert tokens == [token for reply in expected for token in reply.token_ids]  # type: ignore[union-attr]
+    assert tokens_of(filter(None, replies)) == tokens_of(expected)
 
 
 def test_a_form_is_paid_for_by_the_request_that_has_it_tried(executor: TransformersExecutor, prepared: Prepared) -> None:

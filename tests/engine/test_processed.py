@@ -17,16 +17,12 @@ import torch
 from shmring.engine.executors.interface import ExecutorOptions, StepInput
 from shmring.engine.picture_processor import PictureProcessor
 from shmring.engine.protocol import (
-    ChatMessage,
     EncodeRequest,
     Feature,
     Features,
     GenerateRequest,
-    MediumPart,
     Picture,
     ProcessorSpec,
-    SamplingParams,
-    TextPart,
 )
 from tests.engine.conftest import skip_without_torchvision
 from tests.stepping import answer
@@ -37,11 +33,7 @@ transformers = pytest.importorskip("transformers")
 from shmring.engine.executors.checkpoint import Checkpoint  # noqa: E402 - after the skip
 from shmring.engine.executors.prompts import PromptBuilder  # noqa: E402
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
-
-
-def noise(height: int, width: int, seed: int = 0) -> Picture:
-    generator = torch.Generator().manual_seed(seed)
-    return Picture(torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator))
+from tests.engine.asking import ask, noise  # noqa: E402
 
 
 def processed(spec: ProcessorSpec | None, picture: Picture) -> Features:
@@ -57,10 +49,9 @@ def processed(spec: ProcessorSpec | None, picture: Picture) -> Features:
     return msgspec.structs.replace(features, content=features.content[:end])
 
 
-def ask(media: Sequence[Picture | Features], **sampling: Any) -> GenerateRequest:
-    parts: list[Any] = [part for index in range(len(media)) for part in (MediumPart(index), TextPart("and"))]
-    params = {"temperature": 0, "max_tokens": 8, "ignore_eos": True} | sampling
-    return GenerateRequest([ChatMessage("user", [*parts, TextPart("What is it?")])], list(media), SamplingParams(**params))
+def question(media: Sequence[Picture | Features], **sampling: Any) -> GenerateRequest:
+    parts = [part for medium in media for part in (medium, "and")]
+    return ask(*parts, "What is it?", max_tokens=8, ignore_eos=True, **sampling)
 
 
 def are_equal(left: dict[str, Any], right: dict[str, Any], dtype: torch.dtype) -> bool:
@@ -113,11 +104,11 @@ def test_inputs_of_qwen2_vl_are_those_of_pixels(qwen2_vl: Callable[..., PromptBu
     spec = processor_of(prompts)
     pictures = [noise(*size, seed) for seed, size in enumerate(SIZES)]
     features = [processed(spec, picture) for picture in pictures]
-    expected = prompts.build(ask(pictures))
+    expected = prompts.build(question(pictures))
     assert expected["image_grid_thw"].shape == (len(SIZES), 3)
-    assert are_equal(expected, prompts.build(ask(features)), torch.bfloat16)
+    assert are_equal(expected, prompts.build(question(features)), torch.bfloat16)
     mixed = [*pictures[:2], *features[2:4], pictures[4]]
-    assert are_equal(expected, prompts.build(ask(mixed)), torch.bfloat16), "some frontends can process, and some can't"
+    assert are_equal(expected, prompts.build(question(mixed)), torch.bfloat16), "some frontends can process, and some can't"
     assert are_equal(prompts.build_single(pictures[0]), prompts.build_single(features[0]), torch.bfloat16)
 
 
@@ -130,9 +121,9 @@ def test_answers_and_embeddings_are_those_of_pixels(architecture: str, dtype: st
     pictures = [noise(*size, seed) for seed, size in enumerate(SIZES)]
     features = [processed(spec.processor, picture) for picture in pictures]
     for left, right in zip(pictures, features, strict=True):
-        one, other = (executor._prompts.build(ask([part])) for part in (left, right))
+        one, other = (executor._prompts.build(question([part])) for part in (left, right))
         assert are_equal(one, other, getattr(torch, dtype))
-    assert answer(executor, ask(features[:2], seed=5)) == answer(executor, ask(pictures[:2], seed=5))
+    assert answer(executor, question(features[:2], seed=5)) == answer(executor, question(pictures[:2], seed=5))
     embedded = [executor.execute([StepInput(1, EncodeRequest([part]))])[0] for part in (pictures[0], features[0])]
     left, right = (output.reply.embeddings for output in embedded)  # type: ignore[union-attr]
     assert torch.equal(left, right)
@@ -146,7 +137,7 @@ def test_with_torchvision_as_well(tiny_model: Callable[..., Path]) -> None:
     assert picture is not None
     if picture.processor is not None:
         parts = (noise(40, 60), processed(picture.processor, noise(40, 60)))
-        one, other = (executor._prompts.build(ask([part])) for part in parts)
+        one, other = (executor._prompts.build(question([part])) for part in parts)
         assert are_equal(one, other, torch.float32)
 
 
@@ -159,7 +150,7 @@ def test_a_processor_that_pads_pictures_to_each_other_stays_in_the_engine(
     picture = executor.describe().input.picture
     assert picture is not None
     assert picture.processor is None
-    assert answer(executor, ask([noise(40, 60)]))
+    assert answer(executor, question([noise(40, 60)]))
 
 
 @for_each(
@@ -179,7 +170,7 @@ def test_arguments_of_the_processor_reach_frontends(
     assert (spec is not None) == says_so
     if spec is not None:
         picture = noise(400, 500)
-        one, other = (prompts.build(ask([part])) for part in (picture, processed(spec, picture)))
+        one, other = (prompts.build(question([part])) for part in (picture, processed(spec, picture)))
         assert are_equal(one, other, torch.bfloat16)
         assert (int(one["image_grid_thw"].prod()) <= 32) == bool(arguments)
 
@@ -214,10 +205,10 @@ def test_features_that_no_processor_makes_are_refused(
     prompts = qwen2_vl()
     features = processed(processor_of(prompts), noise(40, 60))
     with pytest.raises(ValueError, match="not those that the model's image processor makes"):
-        prompts.build(ask([change(features)]))
+        prompts.build(question([change(features)]))
     with pytest.raises(ValueError, match="not those that the model's image processor makes"):
         prompts.build_single(change(features))
-    assert prompts.build(ask([features]))["pixel_values"].shape[1] == 1176
+    assert prompts.build(question([features]))["pixel_values"].shape[1] == 1176
 
 
 @for_each("counts", [(1, 1 << 40, 1), (1 << 31, 1 << 31, 1 << 31), (-1, 4, -4), (1 << 62, 1, 1)])
@@ -229,7 +220,7 @@ def test_features_with_more_patches_than_they_have_are_refused(
     features = processed(processor_of(prompts), noise(40, 60))
     features.tensors()["image_grid_thw"][:] = torch.tensor(counts)
     with pytest.raises(ValueError, match="not those that the model's image processor makes"):
-        prompts.build(ask([features]))
+        prompts.build(question([features]))
 
 
 @for_each("architecture", ["llava", "gemma3"])  # which share steps, and which do not
@@ -239,7 +230,7 @@ def test_features_are_let_go_after_the_first_step(architecture: str, tiny_model:
     assert picture is not None
     features = processed(picture.processor, noise(40, 60))
     view = weakref.ref(features.content)
-    (output,) = executor.execute([StepInput(1, ask([features]))])
+    (output,) = executor.execute([StepInput(1, question([features]))])
     del features
     gc.collect()
     assert view() is None
@@ -253,7 +244,7 @@ def test_where_no_processor_was_named_features_are_refused(qwen2_vl: Callable[..
     prompts = qwen2_vl()
     features = processed(processor_of(prompts), noise(40, 60))
     with pytest.raises(ValueError, match="not those that the model's image processor makes"):
-        qwen2_vl().build(ask([features]))
+        qwen2_vl().build(question([features]))
 
 
 def test_bits_are_rounded_as_torch_rounds_them() -> None:

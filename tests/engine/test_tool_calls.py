@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jsonschema_rs
 import pytest
 import torch
 
 from shmring.engine.executors.interface import ContextLengthError, ExecutorOptions
-from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputsParams, TextPart, ToolCall
+from shmring.engine.protocol import (
+    ChatMessage,
+    GenerateReply,
+    GenerateRequest,
+    SamplingParams,
+    StructuredOutputsParams,
+    TextPart,
+    ToolCall,
+)
 from tests.stepping import answer
 from tests.tables import for_each
 
@@ -22,18 +31,25 @@ transformers = pytest.importorskip("transformers")
 from shmring.engine.executors import sampling, tool_calls  # noqa: E402 - after the skip
 from shmring.engine.executors.tool_calls import Parts, ResponseReader  # noqa: E402
 from shmring.engine.executors.transformers import TransformersExecutor  # noqa: E402
+from tests.engine.asking import text_of  # noqa: E402
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
-    },
-}
+
+def tool(name: str, parameters: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+def closed(definitions: dict[str, Any] | None = None, **properties: Any) -> dict[str, Any]:
+    """The schema of an object that has these properties, all of them and no others."""
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return schema | ({"$defs": definitions} if definitions else {})
+
+
+WEATHER = tool("weather", {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
+STRICT = tool("weather", closed(city={"enum": ["Ulm", "Aš"]}, days={"type": "integer", "minimum": 0, "maximum": 9}))
+NESTED = tool('pla"ce é', closed({"point": closed(x={"type": "boolean"})}, at={"$ref": "#/$defs/point"}))
 
 # As Qwen's and many other models'; the end of a message is that of the tiny models.
-RESPONSES = {
+RESPONSES: dict[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "assistant: ",
     "fields": {
@@ -61,8 +77,22 @@ ONE = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm", "days": "3"}}
 OTHER = '\n<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
 
 
+def responses(*left_out: str, **change: Any) -> dict[str, Any]:
+    """The template of responses, where calls are written otherwise."""
+    calls = {name: value for name, value in RESPONSES["fields"]["tool_calls"].items() if name not in left_out} | change
+    return RESPONSES | {"fields": RESPONSES["fields"] | {"tool_calls": calls}}
+
+
+def reader_of(template: dict[str, Any] = RESPONSES, tool: dict[str, Any] = WEATHER, *, parallel: bool = True) -> ResponseReader:
+    return ResponseReader(template, "user: Hi<|end|>\nassistant: ", [tool], parallel=parallel)
+
+
+def pieces_of(text: str, length: int) -> list[str]:
+    return [text[start : start + length] for start in range(0, len(text), length)]
+
+
 def read(pieces: Iterable[str], *, parallel: bool = True) -> tuple[Parts, ResponseReader]:
-    reader = ResponseReader(RESPONSES, "user: Hi<|end|>\nassistant: ", [WEATHER], parallel=parallel)
+    reader = reader_of(parallel=parallel)
     whole = Parts()
     for piece in pieces:
         add(whole, reader.push(piece))
@@ -79,7 +109,7 @@ def add(whole: Parts, parts: Parts) -> None:
 @for_each("length", [1, 2, 7, 1000])
 def test_text_reasoning_and_calls_are_told_apart_however_they_are_cut(length: int) -> None:
     text = f"<think>I look.</think>Let me see.{ONE}{OTHER}"
-    whole, reader = read(text[start : start + length] for start in range(0, len(text), length))
+    whole, reader = read(pieces_of(text, length))
     assert (whole.text, whole.reasoning) == ("Let me see.", "I look.")
     assert whole.tool_calls == [
         ToolCall("weather", '{"city":"Ulm","days":3}', index=0),  # a number, as the schema says
@@ -98,11 +128,11 @@ def test_with_one_call_at_a_time_the_answer_ends_with_the_first() -> None:
 def test_a_call_that_a_limit_has_cut_is_left_out(length: int) -> None:
     whole = f"a < b.{ONE}{OTHER}"
     for end in range(len(whole)):
-        reader, parts = ResponseReader(RESPONSES, "assistant: ", [WEATHER], parallel=True), Parts()
-        cut = whole[:end]
-        for start in range(0, end - length, length):
-            add(parts, tool_calls.read(reader, cut[start : start + length], None)[0])
-        rest, reason = tool_calls.read(reader, cut[(end - 1) // length * length :], "length")
+        reader, parts, cut = reader_of(), Parts(), whole[:end]
+        *pieces, last = pieces_of(cut, length) or [""]
+        for piece in pieces:
+            add(parts, tool_calls.read(reader, piece, None)[0])
+        rest, reason = tool_calls.read(reader, last, "length")
         add(parts, rest)
         assert reason == "length"
         assert len(parts.tool_calls) == (cut.count("</tool_call>"))
@@ -111,20 +141,17 @@ def test_a_call_that_a_limit_has_cut_is_left_out(length: int) -> None:
 
 
 def test_of_calls_without_json_half_a_one_is_no_call_and_a_whole_one_is() -> None:
-    fields = RESPONSES["fields"] | {  # type: ignore[operator]
-        "tool_calls": {
-            "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-            "close_pattern": r"</function>\s*</tool_call>",
-            "content": "xml-inline",
-            "repeats": True,
-            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        }
-    }
+    template = responses(
+        "close",
+        open_pattern=r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+        close_pattern=r"</function>\s*</tool_call>",
+        content="xml-inline",
+        content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\s*(?P<value>.*?)\s*</parameter>"},
+        transform={"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    )
     text = "<tool_call>\n<function=weather>\n<parameter=city>\nUlm\n</parameter>\n</function>\n</tool_call>"
     for cut, count in ((text, 1), (text[:-1], 0), (text[:40], 0)):
-        reader = ResponseReader(RESPONSES | {"fields": fields}, "assistant: ", [WEATHER], parallel=True)
-        parts, reason = tool_calls.read(reader, cut, "length")
+        parts, reason = tool_calls.read(reader_of(template), cut, "length")
         assert (len(parts.tool_calls), parts.text, reason) == (count, "", "length")
 
 
@@ -143,7 +170,7 @@ def test_of_calls_without_json_half_a_one_is_no_call_and_a_whole_one_is() -> Non
 @for_each("length", [1, 1000])
 def test_a_call_that_can_not_be_read_is_text(broken: str, length: int) -> None:
     text = f"See: {broken} and more"
-    whole, reader = read(text[start : start + length] for start in range(0, len(text), length))
+    whole, reader = read(pieces_of(text, length))
     assert "".join(whole.text.split()) == "".join(text.split())
     assert (whole.tool_calls, reader.called) == ([], 0)
 
@@ -156,25 +183,21 @@ def test_a_run_of_white_space_is_given_out_before_it_takes_long() -> None:
 
 
 def test_a_schema_that_the_parser_does_not_expect_makes_a_call_text() -> None:
-    tool = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {"anyOf": 5}}}}}
-    reader = ResponseReader(RESPONSES, "assistant: ", [tool], parallel=True)
-    parts = reader.push(ONE, ended=True)
+    parts = reader_of(tool=tool("weather", {"properties": {"city": {"anyOf": 5}}})).push(ONE, ended=True)
     assert (parts.text, parts.tool_calls) in ((ONE, []), ("", [ToolCall("weather", '{"city":"Ulm","days":"3"}')]))
 
 
 def test_a_region_may_have_a_list_of_calls() -> None:
-    fields = RESPONSES["fields"] | {  # type: ignore[operator]
-        "tool_calls": {
-            "open": "[CALLS]",
-            "close": "[END]",
-            "content": "json",
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
-            "transform_each": True,
-        }
-    }
-    reader = ResponseReader(RESPONSES | {"fields": fields}, "assistant: ", [WEATHER], parallel=True)
+    template = responses(
+        "open_pattern",
+        "repeats",
+        open="[CALLS]",
+        close="[END]",
+        transform={"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+        transform_each=True,
+    )
     calls = '[{"name": "weather", "arguments": {}}, {"name": "weather", "arguments": {"city": "Ulm"}}]'
-    parts = reader.push(f"[CALLS]{calls}[END]", ended=True)
+    parts = reader_of(template).push(f"[CALLS]{calls}[END]", ended=True)
     assert [(call.arguments, call.index) for call in parts.tool_calls] == [("{}", 0), ('{"city":"Ulm"}', 1)]
 
 
@@ -202,9 +225,37 @@ def executor(with_tools: Path) -> Iterator[TransformersExecutor]:
     made.close()
 
 
-def conversation(*messages: ChatMessage, **fields: Any) -> GenerateRequest:
+def conversation(*messages: ChatMessage, sampling: dict[str, Any] | None = None, **fields: Any) -> GenerateRequest:
     user = ChatMessage("user", [TextPart("Hi")])
-    return GenerateRequest([user, *messages], sampling=SamplingParams(max_tokens=200, temperature=0), **fields)
+    params = SamplingParams(**({"max_tokens": 200, "temperature": 0} | (sampling or {})))
+    return GenerateRequest([user, *messages], sampling=params, **fields)
+
+
+class Told(NamedTuple):
+    """An answer as its reader has it in the end."""
+
+    text: str
+    calls: list[ToolCall]
+    reason: str | None
+    replies: list[GenerateReply]
+
+    @property
+    def names(self) -> list[str]:
+        return [call.name for call in self.calls]
+
+
+def told(executor: TransformersExecutor, request: GenerateRequest) -> Told:
+    replies = answer(executor, request)
+    assert [reply.finish_reason for reply in replies[:-1]] == [None] * (len(replies) - 1)
+    assert sum(len(reply.token_ids) for reply in replies) == replies[-1].completion_tokens
+    calls = [call for reply in replies for call in reply.tool_calls]
+    return Told(text_of(replies), calls, replies[-1].finish_reason, replies)
+
+
+def check(tool: dict[str, Any], *calls: ToolCall) -> None:
+    for call in calls:
+        assert call.name == tool["function"]["name"]
+        jsonschema_rs.validate(tool["function"]["parameters"], json.loads(call.arguments))
 
 
 def prompt_of(executor: TransformersExecutor, request: GenerateRequest) -> str:
@@ -246,11 +297,8 @@ def test_the_template_gets_tools_calls_and_what_they_returned(executor: Transfor
 @for_each("calls", [1, 2])
 def test_an_answer_calls_tools(executor: TransformersExecutor, write: Callable[[str], None], calls: int) -> None:
     write("Let me see." + ONE + OTHER)
-    replies = answer(executor, conversation(tools=[WEATHER], parallel_tool_calls=calls > 1))
-    assert "".join(reply.text for reply in replies) == "Let me see."
-    assert [call.name for reply in replies for call in reply.tool_calls] == ["weather"] * calls
-    assert [reply.finish_reason for reply in replies] == [None] * (len(replies) - 1) + ["tool_calls"]
-    assert sum(len(reply.token_ids) for reply in replies) == replies[-1].completion_tokens
+    text, made, reason, replies = told(executor, conversation(tools=[WEATHER], parallel_tool_calls=calls > 1))
+    assert (text, [call.name for call in made], reason) == ("Let me see.", ["weather"] * calls, "tool_calls")
     assert len(replies) > 2  # its text came before
 
 
@@ -258,12 +306,10 @@ def test_tokens_of_a_long_call_are_described_before_it_ends(
     executor: TransformersExecutor, write: Callable[[str], None]
 ) -> None:
     write('<tool_call>{"name": "weather", "arguments": {"city": "' + "Ulm " * 60 + '"}}</tool_call>')
-    request = conversation(tools=[WEATHER])
-    request.sampling = SamplingParams(max_tokens=500, temperature=0, logprobs=2)
-    replies = answer(executor, request)
-    assert max(len(reply.logprobs) for reply in replies) == 64
-    assert all(len(reply.logprobs) == len(reply.token_ids) for reply in replies)
-    assert [call.name for reply in replies for call in reply.tool_calls] == ["weather"]
+    answered = told(executor, conversation(tools=[WEATHER], sampling={"max_tokens": 500, "logprobs": 2}))
+    assert max(len(reply.logprobs) for reply in answered.replies) == 64
+    assert all(len(reply.logprobs) == len(reply.token_ids) for reply in answered.replies)
+    assert answered.names == ["weather"]
 
 
 @for_each("stop", ["Ulm", "<tool_call>", '"arguments"'])
@@ -271,37 +317,28 @@ def test_of_a_call_that_a_stop_text_has_cut_nothing_is_text(
     executor: TransformersExecutor, write: Callable[[str], None], stop: str
 ) -> None:
     write("Let me see." + ONE)
-    request = conversation(tools=[WEATHER])
-    request.sampling = SamplingParams(max_tokens=200, temperature=0, stop=[stop])
-    replies = answer(executor, request)
-    assert "".join(reply.text for reply in replies) == "Let me see."
-    assert (replies[-1].finish_reason, replies[-1].stop_text, replies[-1].tool_calls) == ("stop", stop, [])
+    answered = told(executor, conversation(tools=[WEATHER], sampling={"stop": [stop]}))
+    assert answered[:3] == ("Let me see.", [], "stop")
+    assert answered.replies[-1].stop_text == stop
 
 
-def test_without_tools_the_same_text_is_text(executor: TransformersExecutor, write: Callable[[str], None]) -> None:
-    write(ONE)
-    replies = answer(executor, conversation())
-    assert "".join(reply.text for reply in replies) == ONE
-    assert (replies[-1].finish_reason, replies[-1].tool_calls) == ("stop", [])
-
-
-def test_an_answer_in_text_ends_as_usual(executor: TransformersExecutor, write: Callable[[str], None]) -> None:
-    write("It rains.")
-    replies = answer(executor, conversation(tools=[WEATHER]))
-    assert ("".join(reply.text for reply in replies), replies[-1].finish_reason) == ("It rains.", "stop")
+def test_without_tools_the_same_text_is_text_and_text_is_text_beside_tools(
+    executor: TransformersExecutor, write: Callable[[str], None]
+) -> None:
+    for text, tools in ((ONE, []), ("It rains.", [WEATHER])):
+        write(text)
+        assert told(executor, conversation(tools=tools))[:3] == (text, [], "stop")
 
 
 def test_control_tokens_of_callers_are_text_or_refused(executor: TransformersExecutor) -> None:
     end = executor._checkpoint.tokenizer.convert_tokens_to_ids("<|end|>")
-    described = {"type": "function", "function": {"name": "f", "description": "<|end|>"}}
     plain, marked = (
-        answer(executor, conversation(tools=[tool], tokenize=True))[0].token_ids
-        for tool in ({"type": "function", "function": {"name": "f", "description": "x"}}, described)
+        answer(executor, conversation(tools=[tool("f", None, description=text)], tokenize=True))[0].token_ids
+        for text in ("x", "<|end|>")
     )
     assert marked.count(end) == plain.count(end)
-    named = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"<|end|>": {}}}}}
     with pytest.raises(ValueError, match="control token"):
-        answer(executor, conversation(tools=[named]))
+        answer(executor, conversation(tools=[tool("f", {"properties": {"<|end|>": {}}})]))
 
 
 @for_each(
@@ -322,9 +359,8 @@ def test_tools_that_the_template_can_not_write_are_the_callers_fault(
 ) -> None:
     template = "{% for name, field in tools[0].function.parameters.properties | items %}{{ name + field.type }}{% endfor %}"
     monkeypatch.setattr(executor._checkpoint.tokenizer, "chat_template", template)
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
     with pytest.raises(ValueError, match="can't write these tools"):
-        answer(executor, conversation(tools=[tool]))
+        answer(executor, conversation(tools=[tool("f", {"properties": properties})]))
 
 
 def test_arguments_count_before_they_are_read(executor: TransformersExecutor) -> None:
@@ -345,70 +381,31 @@ def test_a_model_without_either_takes_no_tools(with_tools: Path, tmp_path: Path,
     tokenizer.save_pretrained(path)
     executor = TransformersExecutor(ExecutorOptions(model=str(path)))
     assert not executor.describe().tools
-    with pytest.raises(ValueError, match="takes no tools"):
-        answer(executor, conversation(tools=[WEATHER]))
-    with pytest.raises(ValueError, match="takes no tools"):
-        answer(executor, conversation(ChatMessage("tool", [TextPart("Rain")], tool_call_id="c1")))
+    for request in (conversation(tools=[WEATHER]), conversation(ChatMessage("tool", [TextPart("Rain")], tool_call_id="c1"))):
+        with pytest.raises(ValueError, match="takes no tools"):
+            answer(executor, request)
 
 
 # -- calls that are required ----------------------------------------------------------------------------------------------
 
-NESTED = {
-    "type": "function",
-    "function": {
-        "name": 'pla"ce é',
-        "parameters": {
-            "properties": {"at": {"$ref": "#/$defs/point"}},
-            "required": ["at"],
-            "additionalProperties": False,
-            "$defs": {
-                "point": {
-                    "type": "object",
-                    "properties": {"x": {"type": "boolean"}},
-                    "required": ["x"],
-                    "additionalProperties": False,
-                }
-            },
-        },
-    },
-}
-STRICT = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Ulm", "Aš"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
-            "required": ["city", "days"],
-            "additionalProperties": False,
-        },
-    },
-}
+BY_CHANCE: dict[str, Any] = {"max_tokens": 2000, "temperature": 1.3}
 
 
 def required(seed: int, *tools: Any, **fields: Any) -> GenerateRequest:
-    request = conversation(tools=list(tools), tool_choice="required", **fields)
-    request.sampling = SamplingParams(max_tokens=2000, temperature=1.3, seed=seed)
-    return request
+    return conversation(tools=list(tools), tool_choice="required", sampling=BY_CHANCE | {"seed": seed}, **fields)
 
 
 @for_each("seed", range(6))
 def test_a_random_model_that_must_call_does(executor: TransformersExecutor, seed: int) -> None:
-    replies = answer(executor, required(seed, STRICT, NESTED, parallel_tool_calls=False))
-    [call] = [call for reply in replies for call in reply.tool_calls]
-    assert ("".join(reply.text for reply in replies), replies[-1].finish_reason) == ("", "tool_calls")
-    tool = next(tool for tool in (STRICT, NESTED) if tool["function"]["name"] == call.name)  # type: ignore[index]
-    jsonschema_rs.validate(tool["function"]["parameters"], json.loads(call.arguments))  # type: ignore[index]
+    text, [call], reason, _ = told(executor, required(seed, STRICT, NESTED, parallel_tool_calls=False))
+    assert (text, reason) == ("", "tool_calls")
+    check(STRICT if call.name == "weather" else NESTED, call)
 
 
 def test_several_calls_may_be_made(executor: TransformersExecutor) -> None:
-    counts = set()
-    for seed in range(8):
-        replies = answer(executor, required(seed, STRICT))
-        calls = [call for reply in replies for call in reply.tool_calls]
-        counts.add(len(calls))
-        for call in calls:
-            jsonschema_rs.validate(STRICT["function"]["parameters"], json.loads(call.arguments))  # type: ignore[index]
+    made = [told(executor, required(seed, STRICT)).calls for seed in range(8)]
+    check(STRICT, *itertools.chain(*made))
+    counts = {len(calls) for calls in made}
     assert min(counts) >= 1
     assert len(counts) > 1
 
@@ -425,12 +422,7 @@ def test_several_calls_may_be_made(executor: TransformersExecutor) -> None:
 def test_a_model_whose_calls_are_written_otherwise_can_not_be_made_to_call(
     executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
-    calls = RESPONSES["fields"]["tool_calls"] | change  # type: ignore[index]
-    monkeypatch.setattr(
-        executor._prompts.texts,
-        "response_template",
-        RESPONSES | {"fields": RESPONSES["fields"] | {"tool_calls": calls}},  # type: ignore[operator]
-    )
+    monkeypatch.setattr(executor._prompts.texts, "response_template", responses(**change))
     with pytest.raises(ValueError, match="can't be made to call a tool"):
         answer(executor, required(1, STRICT))
 
@@ -449,29 +441,23 @@ def test_a_prompt_that_has_begun_reasoning_can_not_go_on_with_a_call(
 def test_a_call_can_not_be_required_without_tools_and_not_beside_a_form(executor: TransformersExecutor) -> None:
     with pytest.raises(ValueError, match="there are no tools"):
         answer(executor, required(1))
-    request = conversation(tools=[STRICT])
-    request.sampling = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
     with pytest.raises(ValueError, match="has a form of JSON, or none"):
-        answer(executor, request)
+        answer(executor, conversation(tools=[STRICT], sampling={"structured_outputs": StructuredOutputsParams(regex="a+")}))
 
 
 def test_an_answer_has_its_form_or_calls_tools(executor: TransformersExecutor) -> None:
-    schema = STRICT["function"]["parameters"]  # type: ignore[index]
+    schema = STRICT["function"]["parameters"]
     bias = {executor._checkpoint.tokenizer.convert_tokens_to_ids("{"): 3.0}
     kinds = set()
     for seed in range(12):
-        request = conversation(tools=[STRICT], strict_tools=["weather"])
-        structure = StructuredOutputsParams(json=json.dumps(schema))
-        request.sampling = SamplingParams(
-            max_tokens=2000, temperature=1.3, seed=seed, structured_outputs=structure, logit_bias=bias
-        )
-        replies = answer(executor, request)
-        text = "".join(reply.text for reply in replies)
-        calls = [call for reply in replies for call in reply.tool_calls]
+        sampling = {"seed": seed, "structured_outputs": StructuredOutputsParams(json=json.dumps(schema)), "logit_bias": bias}
+        request = conversation(tools=[STRICT], strict_tools=["weather"], sampling=BY_CHANCE | sampling)
+        text, calls, reason, _ = told(executor, request)
         assert bool(text.strip()) != bool(calls)
-        assert replies[-1].finish_reason == ("tool_calls" if calls else "stop")
-        for arguments in [call.arguments for call in calls] or [text]:
-            jsonschema_rs.validate(schema, json.loads(arguments))
+        assert reason == ("tool_calls" if calls else "stop")
+        check(STRICT, *calls)
+        if not calls:
+            jsonschema_rs.validate(schema, json.loads(text))
         kinds.add(bool(calls))
     assert kinds == {False, True}
 
@@ -495,26 +481,24 @@ def test_a_random_model_that_calls_a_strict_tool_keeps_to_its_schema(
 ) -> None:
     assert executor.describe().strict_tools
     chosen_before(executor, monkeypatch, before)
-    request = conversation(tools=[STRICT], strict_tools=["weather"], parallel_tool_calls=False)
-    request.sampling = SamplingParams(max_tokens=2000, temperature=1.3, seed=seed)
-    replies = answer(executor, request)
-    [call] = [call for reply in replies for call in reply.tool_calls]
-    jsonschema_rs.validate(STRICT["function"]["parameters"], json.loads(call.arguments))  # type: ignore[index]
-    assert replies[-1].finish_reason == "tool_calls"
+    sampling = BY_CHANCE | {"seed": seed}
+    request = conversation(tools=[STRICT], strict_tools=["weather"], parallel_tool_calls=False, sampling=sampling)
+    _, [call], reason, _ = told(executor, request)
+    check(STRICT, call)
+    assert reason == "tool_calls"
 
 
 def test_a_strict_tool_leaves_all_but_calls_as_it_is(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling_params = SamplingParams(max_tokens=60, temperature=1.0, seed=5, ignore_eos=True)
-    plain, strict = conversation(tools=[STRICT]), conversation(tools=[STRICT], strict_tools=["weather"])
-    plain.sampling = strict.sampling = sampling_params
-    texts = ["".join(reply.text for reply in answer(executor, request)) for request in (plain, strict)]
-    assert texts[0] == texts[1]
+    def ask(max_tokens: int, **fields: Any) -> Told:
+        sampling = {"max_tokens": max_tokens, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+        return told(executor, conversation(tools=[STRICT], sampling=sampling, **fields))
+
+    assert ask(60).text == ask(60, strict_tools=["weather"]).text
     # Behind a call it may say anything again, and call again.
     chosen_before(executor, monkeypatch, "<tool_call>")
-    strict.sampling = SamplingParams(max_tokens=400, temperature=1.0, seed=5, ignore_eos=True)
-    replies = answer(executor, strict)
-    assert [call.name for reply in replies for call in reply.tool_calls][:1] == ["weather"]
-    assert replies[-1].completion_tokens == 400
+    answered = ask(400, strict_tools=["weather"])
+    assert answered.names[:1] == ["weather"]
+    assert answered.replies[-1].completion_tokens == 400
 
 
 def test_several_calls_of_a_strict_tool_keep_to_it(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,20 +517,16 @@ def test_several_calls_of_a_strict_tool_keep_to_it(executor: TransformersExecuto
         return choose(sampler, logits, grammar)
 
     monkeypatch.setattr(sampling.Sampler, "choose", next_token)
-    request = conversation(tools=[WEATHER, NESTED], strict_tools=[NESTED["function"]["name"]])  # type: ignore[index]
-    request.sampling = SamplingParams(max_tokens=2000, temperature=1.3, seed=3)
-    request.tools = [NESTED]
-    calls = [call for reply in answer(executor, request) for call in reply.tool_calls]
+    request = conversation(tools=[NESTED], strict_tools=[NESTED["function"]["name"]], sampling=BY_CHANCE | {"seed": 3})
+    calls = told(executor, request).calls
     assert len(calls) == 2
-    for call in calls:
-        jsonschema_rs.validate(NESTED["function"]["parameters"], json.loads(call.arguments))  # type: ignore[index]
+    check(NESTED, *calls)
 
 
 def test_a_tool_that_is_not_strict_may_have_any_schema(executor: TransformersExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = {"type": "function", "function": {"name": "odd", "parameters": {"not": {"type": "string"}}}}
+    odd = tool("odd", {"not": {"type": "string"}})
     chosen_before(executor, monkeypatch, '<tool_call>{"name": "odd", "arguments": {}}</tool_call><|end|>')
-    replies = answer(executor, conversation(tools=[odd, STRICT], strict_tools=["weather"]))
-    assert [call.name for reply in replies for call in reply.tool_calls] == ["odd"]
+    assert told(executor, conversation(tools=[odd, STRICT], strict_tools=["weather"])).names == ["odd"]
     with pytest.raises(ValueError, match="can't be compiled"):
         answer(executor, conversation(tools=[odd, STRICT], strict_tools=["odd"]))
 
@@ -555,24 +535,19 @@ def test_marks_that_are_control_tokens_are_written_as_such(with_tools: Path, tmp
     path = tmp_path / "model"
     shutil.copytree(with_tools, path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
-    marks = {"open": "<|pad|>", "close": "</tool_call>"}
-    calls = {name: value for name, value in RESPONSES["fields"]["tool_calls"].items() if name != "open_pattern"} | marks  # type: ignore[index]
-    tokenizer.response_template = RESPONSES | {"fields": RESPONSES["fields"] | {"tool_calls": calls}}  # type: ignore[operator]
+    tokenizer.response_template = responses("open_pattern", open="<|pad|>")
     tokenizer.save_pretrained(path)
     executor = TransformersExecutor(ExecutorOptions(model=str(path)))
     request = required(2, STRICT, parallel_tool_calls=False)
     request.sampling.ignore_eos = True
-    replies = answer(executor, request)
-    assert replies[0].token_ids[0] == tokenizer.convert_tokens_to_ids("<|pad|>")
-    assert [call.name for reply in replies for call in reply.tool_calls] == ["weather"]
+    answered = told(executor, request)
+    assert answered.replies[0].token_ids[0] == tokenizer.convert_tokens_to_ids("<|pad|>")
+    assert answered.names == ["weather"]
     executor.close()
 
 
 def test_what_is_wrong_with_the_schema_of_a_tool_names_the_tool(executor: TransformersExecutor) -> None:
-    wrong = {
-        "type": "function",
-        "function": {"name": "place", "parameters": {"type": "object", "properties": {"at": {"not": {"type": "string"}}}}},
-    }
+    wrong = tool("place", {"type": "object", "properties": {"at": {"not": {"type": "string"}}}})
     for request in (required(1, STRICT, wrong), conversation(tools=[STRICT, wrong], strict_tools=["place"])):
         with pytest.raises(ValueError, match=r"""kept to "not" \(in the parameters of 'place', at #/properties/at\)"""):
             answer(executor, request)
@@ -586,5 +561,5 @@ def test_a_call_may_have_spaces_or_not(executor: TransformersExecutor, monkeypat
     for request in (conversation(tools=[STRICT], strict_tools=["weather"]), required(1, STRICT)):
         with monkeypatch.context() as patch:
             chosen_before(executor, patch, f"{call}<|end|>")
-            replies = answer(executor, request)
-        assert [json.loads(made.arguments) for reply in replies for made in reply.tool_calls] == [{"city": "Ulm", "days": 3}]
+            calls = told(executor, request).calls
+        assert [json.loads(made.arguments) for made in calls] == [{"city": "Ulm", "days": 3}]
