@@ -205,18 +205,6 @@ def test_another_speed_is_the_same_course() -> None:
     assert float(slowly @ fingerprint_clip(frames, [0.0, 1.0, 2.0, 3.0, 4.0], 5.0)) > 0.9999
 
 
-@for_each(
-    ("timestamps_s", "duration_s"),
-    [([0.0], 0.0), ([5.0], 0.0), ([0.0], 10.0), ([0.0, 0.0, 0.0], 0.0), ([1.0, 2.0, 3.0], 0.5), ([0.0, 1e300], 1e300)],
-)
-@for_each("size", [(1, 1), (3, 50), (120, 90)])
-def test_any_clip_gives_a_unit_vector(timestamps_s: list[float], duration_s: float, size: tuple[int, int]) -> None:
-    fingerprint = fingerprint_clip(noise(len(timestamps_s), *size, 3), timestamps_s, duration_s)
-    assert fingerprint.shape == (512,)
-    assert fingerprint.dtype == torch.float32
-    assert math.isclose(float(fingerprint.norm()), 1, abs_tol=1e-6)
-
-
 def test_noise_of_a_codec_is_not_taken_for_change() -> None:
     still = torch.full((16, 40, 60, 3), 128, dtype=torch.uint8)
     grainy = still + noise(16, 40, 60, 3) // 128
@@ -235,35 +223,6 @@ def test_many_frames_cost_no_more_than_a_few(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(clips, "fingerprint_picture", count)
     fingerprint_clip(noise(1, 8, 8, 3).expand(4096, 8, 8, 3), [index / 30 for index in range(4096)], 137.0)
     assert described <= 32
-
-
-def test_clip_is_only_read_and_shares_nothing_with_its_fingerprint() -> None:
-    frames = noise(3, 96, 96, 3)
-    untouched = frames.clone()
-    fingerprint = fingerprint_clip(frames, [0.0, 1.0, 2.0], 3.0)
-    assert torch.equal(frames, untouched)
-    kept = fingerprint.clone()
-    frames.zero_()
-    assert torch.equal(fingerprint, kept)
-    fingerprint.zero_()
-    assert torch.equal(fingerprint_clip(untouched, [0.0, 1.0, 2.0], 3.0), kept), "equal clips give equal bits"
-
-
-@for_each(
-    ("frames", "got"),
-    [
-        (torch.zeros(8, 8, 3, dtype=torch.uint8), r"torch.uint8 of shape \(8, 8, 3\) on cpu"),
-        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), r"shape \(2, 3, 8, 8\)"),
-        (torch.zeros(2, 8, 8, 3), r"torch.float32"),
-        (torch.zeros(0, 8, 8, 3, dtype=torch.uint8), r"shape \(0, 8, 8, 3\)"),
-        (torch.zeros(2, 0, 8, 3, dtype=torch.uint8), r"shape \(2, 0, 8, 3\)"),
-        (torch.zeros(2, 8, 8, 3, dtype=torch.uint8, device="meta"), r"on meta"),
-    ],
-    ids=["picture", "planar", "float", "no-frames", "no-rows", "other-device"],
-)
-def test_what_is_no_clip_is_refused_with_what_was_expected_and_got(frames: torch.Tensor, got: str) -> None:
-    with pytest.raises(ValueError, match=rf"expected .*uint8 of shape \(frames, height, width, 3\).*; got .*{got}"):
-        fingerprint_clip(frames, [0.0] * len(frames), 1.0)
 
 
 def test_too_many_frames_are_refused() -> None:
