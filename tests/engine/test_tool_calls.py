@@ -199,6 +199,8 @@ def test_a_region_may_have_a_list_of_calls() -> None:
     calls = '[{"name": "weather", "arguments": {}}, {"name": "weather", "arguments": {"city": "Ulm"}}]'
     parts = reader_of(template).push(f"[CALLS]{calls}[END]", ended=True)
     assert [(call.arguments, call.index) for call in parts.tool_calls] == [("{}", 0), ('{"city":"Ulm"}', 1)]
+    parts = reader_of(template, parallel=False).push(f"[CALLS]{calls}[END]", ended=True)
+    assert [call.arguments for call in parts.tool_calls] == ["{}"]
 
 
 # -- the executor ---------------------------------------------------------------------------------------------------------
