@@ -1,16 +1,14 @@
 """What the tests of the transport share: both event loops, short-lived socket directories, rings and clients that are
-closed again, waiting for a condition, and checks that nothing of ours outlives a test or the session.
-
-Nothing here sleeps to synchronise: ``eventually`` polls a condition and fails with it when its deadline has passed.
+closed again, and checks that nothing of ours outlives a test or the session.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import gc
 import importlib.util
-import inspect
 import logging
 import os
 import re
@@ -33,6 +31,7 @@ import shmring
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
 from shmring.processes.process import Process
 from tests.nursery import Nursery
+from tests.waiting import AdjustableLoop, eventually, pass_time, settled, turns
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -46,22 +45,6 @@ BOTH_LOOPS: Mapping[str, Callable[[], asyncio.AbstractEventLoop]] = {
 }
 
 _LOOP = "_asyncio_loop_factory"  # what pytest-asyncio calls the loop of a test
-
-
-class AdjustableLoop(asyncio.SelectorEventLoop):
-    """Its clock can be put forward by minutes, beside which it does not matter how long a test takes."""
-
-    def __init__(self) -> None:
-        self._ahead_s = 0.0
-        super().__init__()
-
-    def time(self) -> float:
-        """What timers go by."""
-        return super().time() + self._ahead_s
-
-    def advance(self, seconds: float) -> None:
-        """Makes timers due."""
-        self._ahead_s += seconds
 
 
 # How many examples there are of each property: few in each run, always the same ones; many in `make test-all`, where SEED= says
@@ -84,7 +67,13 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "first_row_on_both_loops: run the other rows of the table on uvloop: they end as it does"
     )
     config.addinivalue_line("markers", "one_loop: run it on uvloop alone: nothing in it depends on the loop")
-    config.addinivalue_line("markers", "adjustable_clock: the fixture pass_time puts the loop's clock forward")
+    config.addinivalue_line(
+        "markers",
+        "ring(**options): so the fixture ``ring`` serves. A file's options hold as well; capitals are limits",
+    )
+    config.addinivalue_line("markers", "engines(*names): so many engines are there, of several")
+    config.addinivalue_line("markers", "client(**options): so the fixture ``client`` connects")
+    config.addinivalue_line("markers", "adjustable_clock: ``pass_time`` puts the loop's clock forward")
     # A shell that runs us in the background has it ignored, and children would inherit that: they could not be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
@@ -404,69 +393,19 @@ def run_python() -> Iterator[Callable[..., Process]]:
 # -- waiting ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def eventually() -> Callable[..., Awaitable[Any]]:
-    """``await eventually(condition, timeout=30)``: polls until it is true, and fails when the time is up."""
-
-    async def poll(condition: Callable[[], Any], timeout: float = 30.0) -> Any:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        while not (result := condition()):
-            assert loop.time() < deadline, f"not true within {timeout} s: {inspect.getsource(condition).strip()}"
-            await asyncio.sleep(0.002)
-        return result
-
-    return poll
+@pytest.fixture(name="eventually")
+def _eventually() -> Callable[..., Awaitable[Any]]:
+    return eventually
 
 
-@pytest.fixture
-def turns() -> Callable[[], Awaitable[None]]:
-    """``await turns()``: whatever both ends have to do now is done, for what must not happen by itself.
-
-    It counts rounds of the loop, not time: what one end writes, the other reads in its next round. For what threads do, wait
-    for a condition.
-    """
-
-    async def pass_by() -> None:
-        for _ in range(50):
-            await asyncio.sleep(0)
-
-    return pass_by
+@pytest.fixture(name="turns")
+def _turns() -> Callable[[], Awaitable[None]]:
+    return turns
 
 
-@pytest.fixture
-def hold() -> Callable[[Any], Callable[[], None]]:
-    """``go_on = hold(link)``: this end reads nothing, and hears no bells and no end, until ``go_on()``."""
-
-    from tests.model.inside import hold_reader, let_read  # which is compiled, and not everywhere
-
-    def stop(link: Any) -> Callable[[], None]:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(link._fd)
-        hold_reader(link.reader)
-
-        def go_on() -> None:
-            let_read(link.reader)
-            loop.add_reader(link._fd, link._hear)
-            link.reader.rouse()
-
-        return go_on
-
-    return stop
-
-
-@pytest.fixture
-def pass_time(turns: Callable[[], Awaitable[None]]) -> Callable[[float], Awaitable[None]]:
-    """``await pass_time(seconds)``, in a test with the marker ``adjustable_clock``: what is due by then has been done."""
-
-    async def pass_by(seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, AdjustableLoop)
-        await turns()
-        loop.advance(seconds)
-        await turns()
-
-    return pass_by
+@pytest.fixture(name="pass_time")
+def _pass_time() -> Callable[[float], Awaitable[None]]:
+    return pass_time
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -542,12 +481,17 @@ def runtime_directory() -> Iterator[Path]:
 
 
 @pytest.fixture
-async def serve(socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmring.Ring]]]:
+def rings() -> list[shmring.Ring]:
+    """Those that ``serve`` has made."""
+    return []
+
+
+@pytest.fixture
+async def serve(socket_dir: Path, rings: list[shmring.Ring]) -> AsyncIterator[Callable[..., Awaitable[shmring.Ring]]]:
     """``await serve(handler=None, name="test", **options)``: a small ring, with ``ring.run(handler)`` if there is one.
 
     Tensors of more than 1 KiB take a slot in it, so that small ones do; likewise in ``connect``.
     """
-    rings: list[shmring.Ring] = []
     tasks: list[asyncio.Task[None]] = []
 
     async def start(handler: Any = None, name: str = "test", max_concurrency: int = 64, **options: Any) -> shmring.Ring:
@@ -567,9 +511,17 @@ async def serve(socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmri
 
 
 @pytest.fixture
-async def connect(serve: Any, socket_dir: Path) -> AsyncIterator[Callable[..., Awaitable[shmring.Client]]]:
-    """``await connect(name="test", **options)``: a client with small leases; closed before the rings are."""
+async def clients(serve: Any) -> AsyncIterator[list[shmring.Client]]:
+    """Those that ``connect`` has made; closed before the rings are."""
     clients: list[shmring.Client] = []
+    yield clients
+    for client in clients:
+        await client.close()
+
+
+@pytest.fixture
+def connect(clients: list[shmring.Client], socket_dir: Path) -> Callable[..., Awaitable[shmring.Client]]:
+    """``await connect(name="test", **options)``: a client with small leases."""
 
     async def open_client(name: str = "test", **options: Any) -> shmring.Client:
         settings: dict[str, Any] = {"lease_nbytes": "64KiB", "inline_nbytes": "1KiB", "socket_dir": str(socket_dir)}
@@ -577,25 +529,31 @@ async def connect(serve: Any, socket_dir: Path) -> AsyncIterator[Callable[..., A
         clients.append(client)
         return client
 
-    yield open_client
-    for client in clients:
-        await client.close()
+    return open_client
 
 
 @pytest.fixture
-def settled(eventually: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[None]]:
-    """``await settled(ring)``: waits until every client is gone and the slab is wholly free, and checks the book."""
+async def ring(
+    serve: Any,
+    rings: list[shmring.Ring],
+    clients: list[shmring.Client],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[shmring.Ring]:
+    """What the test's mark says is served; if nothing, the test claims. Each ring is whole again when its clients have gone."""
+    options = dict(collections.ChainMap(*(mark.kwargs for mark in request.node.iter_markers("ring"))))
+    for limit in filter(str.isupper, list(options)):
+        monkeypatch.setattr(f"shmring.ring.limits.{limit}", options.pop(limit))
+    yield await serve(**options)
+    for client in clients:
+        await client.close()
+    for ring in rings:
+        if not ring._shell.life.is_over:
+            await settled(ring)
 
-    async def wait(ring: shmring.Ring, timeout: float = 30.0) -> None:
-        def is_whole() -> bool:
-            now = ring.statistics()
-            books = (now.waiting, now.running, now.slots_in_use, now.clients, now.departed_clients, now.replies_waiting)
-            return books == (0,) * 6 and now.free_nbytes == now.leasable_nbytes and now.reply_free_nbytes == now.reply_nbytes
 
-        try:
-            await eventually(is_whole, timeout)
-        except AssertionError:
-            raise AssertionError(f"the slab did not become whole within {timeout} s: {ring.statistics()}") from None
-        ring._shell._book.check()
-
-    return wait
+@pytest.fixture
+async def client(ring: shmring.Ring, connect: Any, request: pytest.FixtureRequest) -> shmring.Client:
+    """A client of that ring."""
+    mark = request.node.get_closest_marker("client")
+    return await connect(**({} if mark is None else mark.kwargs))

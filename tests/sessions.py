@@ -7,7 +7,7 @@ from typing import Any
 from shmring.client.attachment import Attachment
 from shmring.client.session import Session
 
-__all__ = ["attachment_of", "session_of"]
+__all__ = ["attachment_of", "let_die", "session_of"]
 
 
 def attachment_of(client: Any, engine: str | None = None) -> Attachment:
@@ -21,3 +21,9 @@ def session_of(client: Any, engine: str | None = None) -> Session:
     session = attachment_of(client, engine).session
     assert session is not None
     return session
+
+
+def let_die(ring: Any) -> None:
+    """Tells an engine that the processes of its frontends have died, where this one lives on: it takes their memory back."""
+    for frontend in list(ring._shell._frontends.values()):
+        frontend.died()

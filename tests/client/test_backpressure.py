@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.ring.moments import Moments
 from tests.nursery import Nursery
+from tests.waiting import cancel, eventually, pass_time
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -29,13 +31,13 @@ async def answer_sum(claim: shmring.Claim) -> None:
     await claim.reply({"n": claim.payload["n"], "sum": int(claim.payload["x"].sum())})
 
 
-async def ask(client: shmring.Client, number: int, nbytes: int) -> None:
+async def ask(client: Client, number: int, nbytes: int) -> None:
     value = number % 251
     answer = await client.request({"n": number, "x": tensor(nbytes, value)}, timeout=30)
     assert answer == {"n": number, "sum": value * nbytes}
 
 
-async def slot(client: shmring.Client, nbytes: int, served: list[int] | None = None, number: int = 0) -> None:
+async def slot(client: Client, nbytes: int, served: list[int] | None = None, number: int = 0) -> None:
     async with client.slot(nbytes, timeout=10):
         if served is not None:
             served.append(number)
@@ -44,18 +46,14 @@ async def slot(client: shmring.Client, nbytes: int, served: list[int] | None = N
 # -- a slab that is too small for everything at once --------------------------------------------------------------------
 
 
-async def test_requests_that_are_together_far_larger_than_the_slab_all_succeed(serve: Any, connect: Any, settled: Any) -> None:
-    ring = await serve(answer_sum, slab_nbytes="256KiB")
+@pytest.mark.ring(handler=answer_sum, slab_nbytes="256KiB")
+async def test_requests_that_are_together_far_larger_than_the_slab_all_succeed(ring: Ring, connect: Any) -> None:
     clients = [await connect() for _ in range(3)]
     await asyncio.gather(*(ask(clients[number % 3], number, 100_000 + number) for number in range(90)))
-    for client in clients:
-        await client.close()
-    await settled(ring)
 
 
-async def test_a_single_request_may_take_the_whole_slab(serve: Any, connect: Any) -> None:
-    ring = await serve(answer_sum, slab_nbytes="256KiB")
-    client = await connect()
+@pytest.mark.ring(handler=answer_sum, slab_nbytes="256KiB")
+async def test_a_single_request_may_take_the_whole_slab(ring: Ring, client: Client) -> None:
     capacity = ring.statistics().leasable_nbytes - 64
     for number in range(5):
         await ask(client, number, capacity)
@@ -64,19 +62,16 @@ async def test_a_single_request_may_take_the_whole_slab(serve: Any, connect: Any
         await ask(client, 1, capacity + 1)
 
 
-async def test_sizes_of_all_kinds_on_many_clients(serve: Any, connect: Any, settled: Any) -> None:
-    ring = await serve(answer_sum, slab_nbytes="512KiB")
+@pytest.mark.ring(handler=answer_sum, slab_nbytes="512KiB")
+async def test_sizes_of_all_kinds_on_many_clients(ring: Ring, connect: Any) -> None:
     clients = [await connect() for _ in range(4)]
     sizes = [1, 1000, 4000, 4096 - 64, 4096 - 63, 20_000, 65_536, 150_000, 300_000]
     requests = [ask(clients[number % 4], number, sizes[number % len(sizes)]) for number in range(300)]
     await asyncio.gather(*requests)
     assert ring.statistics().protocol_errors == 0
-    for client in clients:
-        await client.close()
-    await settled(ring)
 
 
-async def test_waiters_are_served_in_order(serve: Any, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiters_are_served_in_order(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shmring.memory.slots._MOMENT_S", 1000.0)  # the first one waits for a second at most
     await serve(slab_nbytes="256KiB")
     client = await connect()
@@ -94,9 +89,8 @@ async def test_waiters_are_served_in_order(serve: Any, connect: Any, eventually:
     assert served == list(range(6)), "the small ones fitted, and still did not overtake"
 
 
-async def test_requests_reach_the_engine_in_the_order_in_which_they_waited(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(slab_nbytes="256KiB")
-    client = await connect()
+@pytest.mark.ring(slab_nbytes="256KiB")
+async def test_requests_reach_the_engine_in_the_order_in_which_they_waited(ring: Ring, client: Client) -> None:
     requests = [asyncio.create_task(client.submit({"n": number, "x": tensor(90_000)})) for number in range(12)]
     for number in range(12):
         with await asyncio.wait_for(ring.claim(), 5) as claim:
@@ -104,8 +98,8 @@ async def test_requests_reach_the_engine_in_the_order_in_which_they_waited(serve
     await asyncio.gather(*requests)
 
 
-async def test_a_full_slab_makes_everybody_wait_and_nobody_fail(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(answer_sum, slab_nbytes="256KiB")
+@pytest.mark.ring(handler=answer_sum, slab_nbytes="256KiB")
+async def test_a_full_slab_makes_everybody_wait_and_nobody_fail(ring: Ring, connect: Any) -> None:
     holder, other = await connect(), await connect()
     held = await holder.slot(ring.statistics().leasable_nbytes - 64 - 64 * KIB)
     held_too = await other.slot(40_000)
@@ -123,7 +117,7 @@ async def test_a_full_slab_makes_everybody_wait_and_nobody_fail(serve: Any, conn
     await asyncio.gather(*asking)
 
 
-async def test_replies_do_not_wait_for_the_memory_of_requests(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_replies_do_not_wait_for_the_memory_of_requests(serve: Any, connect: Any) -> None:
     async def double(claim: shmring.Claim) -> None:
         await claim.reply({"x": claim.payload["x"][:10_000] * 2})
 
@@ -134,7 +128,7 @@ async def test_replies_do_not_wait_for_the_memory_of_requests(serve: Any, connec
     running = asyncio.create_task(ring.run(double))
     for task in asking:
         assert int((await asyncio.wait_for(task, 5))["x"].sum()) == 20_000
-        asking[asking.index(task)] = None  # type: ignore[call-overload]
+        asking[asking.index(task)] = None
         del task
     await ring.close()
     await running
@@ -143,9 +137,8 @@ async def test_replies_do_not_wait_for_the_memory_of_requests(serve: Any, connec
 # -- leases -------------------------------------------------------------------------------------------------------------
 
 
-async def test_leases_grow_with_what_is_needed_and_idle_ones_go_back(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve()
-    client = await connect(lease_nbytes="64KiB", lease_idle_s=0.05)
+@pytest.mark.client(lease_nbytes="64KiB", lease_idle_s=0.05)
+async def test_leases_grow_with_what_is_needed_and_idle_ones_go_back(ring: Ring, client: Client) -> None:
     assert (client.statistics().leases, client.statistics().leased_nbytes) == (1, 64 * KIB)
     slots = [await client.slot(50_000) for _ in range(5)]
     assert client.statistics().leases > 1
@@ -162,9 +155,8 @@ async def test_leases_grow_with_what_is_needed_and_idle_ones_go_back(serve: Any,
 
 
 @pytest.mark.adjustable_clock
-async def test_a_lease_that_is_used_now_and_then_does_not_go_back(serve: Any, connect: Any, pass_time: Any) -> None:
-    await serve()
-    client = await connect(lease_idle_s=300.0)
+@pytest.mark.client(lease_idle_s=300.0)
+async def test_a_lease_that_is_used_now_and_then_does_not_go_back(client: Client) -> None:
     await slot(client, 200_000)
     for _ in range(10):
         await pass_time(200.0)
@@ -175,15 +167,12 @@ async def test_a_lease_that_is_used_now_and_then_does_not_go_back(serve: Any, co
 
 
 @pytest.mark.one_loop
-async def test_a_large_lease_is_sized_exactly(serve: Any, connect: Any) -> None:
-    await serve()
-    client = await connect()
+async def test_a_large_lease_is_sized_exactly(client: Client) -> None:
     async with client.slot(300_000):
         assert client.statistics().leased_nbytes == 303_104, "300,064 bytes in blocks; the empty base lease was returned"
 
 
-async def test_idle_leases_of_one_are_recalled_for_another(serve: Any, connect: Any) -> None:
-    ring = await serve()
+async def test_idle_leases_of_one_are_recalled_for_another(ring: Ring, connect: Any) -> None:
     idle, needy = await connect(lease_idle_s=600), await connect(lease_idle_s=600)
     slots = [await idle.slot(100_000) for _ in range(4)]
     for each in slots:
@@ -193,8 +182,8 @@ async def test_idle_leases_of_one_are_recalled_for_another(serve: Any, connect: 
     await asyncio.wait_for(slot(idle, 800_000), 5)
 
 
-async def test_one_frontend_cannot_keep_everything_from_another(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(client_quota_nbytes="512KiB")
+@pytest.mark.ring(client_quota_nbytes="512KiB")
+async def test_one_frontend_cannot_keep_everything_from_another(ring: Ring, connect: Any) -> None:
     greedy, other = await connect(), await connect()
     taken: list[shmring.Slot] = []
 
@@ -209,8 +198,7 @@ async def test_one_frontend_cannot_keep_everything_from_another(serve: Any, conn
     await asyncio.wait_for(slot(other, 300_000), 5)
     await other.close()
     await eventually(lambda: greedy.statistics().leased_nbytes > 512 * KIB)  # alone, it may have it all
-    taking.cancel()
-    await asyncio.gather(taking, return_exceptions=True)
+    await cancel(taking)
     for each in taken:
         each.close()
     assert ring.statistics().protocol_errors == 0
@@ -225,9 +213,8 @@ async def test_as_many_leases_as_may_be_are_enough_for_ever(serve: Any, connect:
     assert ring.statistics().protocol_errors == 0
 
 
-async def test_submit_nowait_asks_in_passing_and_finds_space_later(serve: Any, connect: Any, eventually: Any) -> None:
-    await serve(answer_sum)
-    client = await connect()
+@pytest.mark.ring(handler=answer_sum)
+async def test_submit_nowait_asks_in_passing_and_finds_space_later(client: Client) -> None:
     payload = {"n": 1, "x": tensor(200_000)}
     with pytest.raises(shmring.WouldBlock):
         client.submit_nowait(payload)
@@ -236,8 +223,8 @@ async def test_submit_nowait_asks_in_passing_and_finds_space_later(serve: Any, c
     assert (await submission.result())["sum"] == 200_000
 
 
-async def test_a_client_that_connects_to_a_full_ring_gets_its_space_later(serve: Any, connect: Any) -> None:
-    ring = await serve(answer_sum, slab_nbytes="256KiB", max_lease_nbytes="240KiB")
+@pytest.mark.ring(handler=answer_sum, slab_nbytes="256KiB", max_lease_nbytes="240KiB")
+async def test_a_client_that_connects_to_a_full_ring_gets_its_space_later(ring: Ring, connect: Any) -> None:
     first = await connect(lease_nbytes="240KiB")
     late = await connect(lease_nbytes="240KiB")
     assert late.statistics().leases == 0
@@ -256,9 +243,9 @@ CROWDED = {
 LARGE = 100 * KIB
 
 
-async def test_idle_memory_is_recalled_rather_than_memory_in_use(serve: Any, connect: Any) -> None:
+@pytest.mark.ring(**CROWDED)
+async def test_idle_memory_is_recalled_rather_than_memory_in_use(ring: Ring, connect: Any) -> None:
     """The request that has the memory may wait for the one that wants it."""
-    ring = await serve(**CROWDED)
     first, *idle = [await connect(lease_nbytes=128 * KIB) for _ in range(3)]
     needy = await connect(lease_nbytes=4 * KIB)
     answer = asyncio.create_task(first.request({"x": tensor(LARGE)}))
@@ -270,8 +257,8 @@ async def test_idle_memory_is_recalled_rather_than_memory_in_use(serve: Any, con
     assert [client.statistics().leases for client in (first, *idle)].count(0) == 1, "one idle lease was enough"
 
 
-async def test_who_was_served_just_now_is_not_asked_while_others_are_idle(serve: Any, connect: Any) -> None:
-    await serve(**CROWDED)
+@pytest.mark.ring(**CROWDED)
+async def test_who_was_served_just_now_is_not_asked_while_others_are_idle(ring: Ring, connect: Any) -> None:
     for _ in range(3):
         await connect(lease_nbytes=128 * KIB)
     needy = [await connect(lease_nbytes=4 * KIB) for _ in range(2)]
@@ -280,9 +267,9 @@ async def test_who_was_served_just_now_is_not_asked_while_others_are_idle(serve:
         each.close()
 
 
-async def test_who_writes_for_long_is_passed_over(serve: Any, connect: Any) -> None:
+@pytest.mark.ring(**CROWDED)
+async def test_who_writes_for_long_is_passed_over(ring: Ring, connect: Any) -> None:
     """The engine does not know of its slot: that its lease does not come back is the sign."""
-    await serve(**CROWDED)
     writers = [await connect(lease_nbytes=128 * KIB) for _ in range(2)]
     held = [await writer.slot(LARGE) for writer in writers]
     await connect(lease_nbytes=128 * KIB)  # the last, by address
@@ -292,9 +279,9 @@ async def test_who_writes_for_long_is_passed_over(serve: Any, connect: Any) -> N
         each.close()
 
 
-async def test_an_engine_for_whose_memory_nobody_waits_has_no_timer(serve: Any, connect: Any) -> None:
-    ring = await serve(**CROWDED)
-    client = await connect(lease_nbytes=4 * KIB)
+@pytest.mark.ring(**CROWDED)
+@pytest.mark.client(lease_nbytes=4 * KIB)
+async def test_an_engine_for_whose_memory_nobody_waits_has_no_timer(ring: Ring, client: Client) -> None:
     await slot(client, LARGE)
     assert client.statistics().leases > 0
     moments = ring._shell._moments
@@ -319,10 +306,10 @@ def moments_of(look: Callable[[], list[Any]]) -> Moments:
         def loop(self) -> asyncio.AbstractEventLoop:
             return asyncio.get_running_loop()
 
-    return Moments(Life(), Book(), list)  # type: ignore[arg-type]
+    return Moments(Life(), Book(), list)
 
 
-async def test_moments_pass_as_long_as_somebody_waits(eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_moments_pass_as_long_as_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shmring.ring.moments._MOMENT_S", 0.001)
     looks: list[int] = []
     moments = moments_of(lambda: looks.append(1) or [])
@@ -361,15 +348,12 @@ async def test_looks_at_many_leases_leave_the_loop_to_others() -> None:
 # -- only what is leased is writable ------------------------------------------------------------------------------------
 
 
-async def test_everything_works_where_only_leases_are_writable(serve: Any, connect: Any, settled: Any, eventually: Any) -> None:
-    ring = await serve(answer_sum, slab_nbytes="512KiB")
+@pytest.mark.ring(handler=answer_sum, slab_nbytes="512KiB")
+async def test_everything_works_where_only_leases_are_writable(ring: Ring, connect: Any) -> None:
     clients = [await connect(map_leased_only=True, lease_idle_s=0.01) for _ in range(2)]
     for _ in range(3):
         await asyncio.gather(*(ask(clients[n % 2], n, (10, 5000, 70_000, 200_000)[n % 4]) for n in range(40)))
         await eventually(lambda: all(client.statistics().leases <= 1 for client in clients))
-    for client in clients:
-        await client.close()
-    await settled(ring)
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -396,9 +380,9 @@ async def test_a_stray_write_is_a_fault_where_only_leases_are_writable(serve: An
     assert (ended.returncode, ended.stdout) == (-11, "leased\n")
 
 
-async def test_who_has_as_many_requests_as_may_be_hears_that_one_has_ended(serve: Any, connect: Any) -> None:
+@pytest.mark.ring(max_inflight=1)
+async def test_who_has_as_many_requests_as_may_be_hears_that_one_has_ended(ring: Ring, client: Client) -> None:
     """Before its loop would: the end lies in the ring already."""
-    ring, client = await serve(max_inflight=1), await connect()
     await client.submit(1)
     with await ring.claim():
         pass

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import shmring
+from shmring import Client, Ring
 
 pytestmark = pytest.mark.both_loops
 
@@ -43,7 +43,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     return made
 
 
-async def turn_over(ring: shmring.Ring, slow: shmring.Client, others: list[shmring.Client], nbytes: int) -> None:
+async def turn_over(ring: Ring, slow: Client, others: list[Client], nbytes: int) -> None:
     """A slot of a client is away while so much comes from others."""
     submission = await slow.submit(torch.zeros(5000))
     with await ring.claim():
@@ -55,7 +55,7 @@ async def turn_over(ring: shmring.Ring, slow: shmring.Client, others: list[shmri
     await submission.wait()
 
 
-async def send(ring: shmring.Ring, client: shmring.Client, nbytes: int) -> None:
+async def send(ring: Ring, client: Client, nbytes: int) -> None:
     """Sends a tensor, and looks at what arrives."""
     tensor = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
     submission = await client.submit({"x": tensor})
@@ -65,10 +65,10 @@ async def send(ring: shmring.Ring, client: shmring.Client, nbytes: int) -> None:
 
 
 @pytest.mark.one_loop
+@pytest.mark.ring(slab_nbytes="64MiB")
 async def test_copies_go_past_the_cache_where_other_frontends_wrote_more_than_it_holds(
-    serve: Any, connect: Any, copies: Copies
+    copies: Copies, ring: Ring, connect: Any
 ) -> None:
-    ring = await serve(slab_nbytes="64MiB")
     client, *others = [await connect() for _ in range(3)]
     await send(ring, client, 2 * MIB)
     assert not copies.past_cache
@@ -84,8 +84,8 @@ async def test_copies_go_past_the_cache_where_other_frontends_wrote_more_than_it
 
 
 @pytest.mark.one_loop
-async def test_a_frontend_that_is_alone_again_soon_writes_to_caches(serve: Any, connect: Any, copies: Copies) -> None:
-    ring = await serve(slab_nbytes="64MiB")
+@pytest.mark.ring(slab_nbytes="64MiB")
+async def test_a_frontend_that_is_alone_again_soon_writes_to_caches(copies: Copies, ring: Ring, connect: Any) -> None:
     client, other = await connect(), await connect()
     await turn_over(ring, client, [other], 2 * COLD_NBYTES)
     for _ in range(32):
@@ -94,8 +94,8 @@ async def test_a_frontend_that_is_alone_again_soon_writes_to_caches(serve: Any, 
 
 
 @pytest.mark.one_loop
-async def test_a_slot_that_never_comes_back_does_not_end_the_measuring(serve: Any, connect: Any, copies: Copies) -> None:
-    ring = await serve(slab_nbytes="64MiB", max_inflight=4)
+@pytest.mark.ring(slab_nbytes="64MiB", max_inflight=4)
+async def test_a_slot_that_never_comes_back_does_not_end_the_measuring(copies: Copies, ring: Ring, connect: Any) -> None:
     client, other = await connect(), await connect()
     await client.submit(torch.zeros(5000))
     with await ring.claim():  # for all of the test
@@ -106,8 +106,8 @@ async def test_a_slot_that_never_comes_back_does_not_end_the_measuring(serve: An
         assert copies.past_cache == [MIB]
 
 
-async def test_what_waits_for_space_goes_past_the_cache_too(serve: Any, connect: Any, copies: Copies) -> None:
-    ring = await serve(slab_nbytes="16MiB")
+@pytest.mark.ring(slab_nbytes="16MiB")
+async def test_what_waits_for_space_goes_past_the_cache_too(copies: Copies, ring: Ring, connect: Any) -> None:
     client, other = await connect(), await connect()
     await turn_over(ring, client, [other], COLD_NBYTES)
     first = await client.submit(torch.zeros(2 * MIB))
@@ -123,9 +123,8 @@ async def test_what_waits_for_space_goes_past_the_cache_too(serve: Any, connect:
 
 
 @pytest.mark.one_loop
-async def test_a_large_slot_that_was_away_for_little_goes_into_the_cache(serve: Any, connect: Any, copies: Copies) -> None:
-    ring = await serve(slab_nbytes="64MiB")
-    client = await connect()
+@pytest.mark.ring(slab_nbytes="64MiB")
+async def test_a_large_slot_that_was_away_for_little_goes_into_the_cache(copies: Copies, ring: Ring, client: Client) -> None:
     await send(ring, client, 3 * MIB)
     await send(ring, client, 4 * MIB)
     assert copies == ([], [3 * MIB, 4 * MIB])
@@ -134,16 +133,14 @@ async def test_a_large_slot_that_was_away_for_little_goes_into_the_cache(serve: 
 
 
 @pytest.mark.one_loop
-async def test_the_first_large_slot_goes_past_the_cache(serve: Any, connect: Any, copies: Copies) -> None:
-    ring = await serve(slab_nbytes="64MiB")
-    client = await connect()
+@pytest.mark.ring(slab_nbytes="64MiB")
+async def test_the_first_large_slot_goes_past_the_cache(copies: Copies, ring: Ring, client: Client) -> None:
     await send(ring, client, 5 * MIB)  # nothing was there before
     assert copies == ([5 * MIB], [])
 
 
-async def test_short_tensors_of_a_large_slot_are_copied_with_the_rest(serve: Any, connect: Any, copies: Copies) -> None:
-    ring = await serve(slab_nbytes="64MiB")
-    client = await connect()
+@pytest.mark.ring(slab_nbytes="64MiB")
+async def test_short_tensors_of_a_large_slot_are_copied_with_the_rest(copies: Copies, ring: Ring, client: Client) -> None:
     tensors = [torch.full((1000,), float(number)) for number in range(40)]
     submission = await client.submit({"large": torch.ones(5 * MIB, dtype=torch.uint8), "short": tensors})
     with await ring.claim() as claim:

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.core.messages import MAX_FINDS, Find, Keep
 from shmring.core.states import ClientSlot
-from tests.sessions import session_of
+from tests.sessions import let_die, session_of
 from tests.tables import for_each
-
-pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+from tests.waiting import eventually, hold, turns
 
 SIZE = 50_000
 
@@ -36,22 +36,23 @@ async def total(claim: shmring.Claim) -> None:
     await claim.reply({name: int(value.sum()) for name, value in claim.payload.items()})
 
 
-@pytest.fixture
-async def ring(serve: Any) -> shmring.Ring:
-    made: shmring.Ring = await serve(total)
-    return made
+pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning"), pytest.mark.ring(handler=total)]
 
 
-def kept_pinned(ring: shmring.Ring) -> int:
+async def give(client: Client, *numbers: int) -> None:
+    """Has the engine keep contents, and leaves them."""
+    for number in numbers:
+        (await client.keep(key(number), {"x": pixels(number)})).close()
+
+
+def kept_pinned(ring: Ring) -> int:
     return ring.statistics().kept_pinned
 
 
 # -- keeping, finding, sending again ---------------------------------------------------------------------------------------
 
 
-async def test_what_is_kept_in_a_slot_is_found_by_others_and_never_copied(
-    ring: shmring.Ring, connect: Any, eventually: Any
-) -> None:
+async def test_what_is_kept_in_a_slot_is_found_by_others_and_never_copied(ring: Ring, connect: Any) -> None:
     first, other = await connect(), await connect()
     assert await first.find(key(1)) is None
     async with first.slot(SIZE) as slot:
@@ -80,8 +81,7 @@ async def test_what_is_kept_in_a_slot_is_found_by_others_and_never_copied(
 
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("where", ["nowhere", "partly in a slot", "in two slots", "in a slot that the engine keeps"])
-async def test_what_does_not_lie_in_one_slot_is_copied_to_one(ring: shmring.Ring, connect: Any, where: str) -> None:
-    client = await connect()
+async def test_what_does_not_lie_in_one_slot_is_copied_to_one(client: Client, where: str) -> None:
     tensors = {"a": pixels(1, 5000), "b": torch.arange(900).view(3, 300)}
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     async with client.slot(20_000) as slot, client.slot(20_000) as second:
@@ -101,9 +101,7 @@ async def test_what_does_not_lie_in_one_slot_is_copied_to_one(ring: shmring.Ring
     assert (await client.request({"x": pixels(1)}))["x"] == SIZE  # the slots are as good as before
 
 
-async def test_of_two_with_one_key_the_first_is_kept_and_both_have_it(
-    ring: shmring.Ring, connect: Any, eventually: Any
-) -> None:
+async def test_of_two_with_one_key_the_first_is_kept_and_both_have_it(ring: Ring, connect: Any) -> None:
     clients = [await connect(), await connect()]
     both = await asyncio.gather(*(client.keep(key(1), {"x": pixels(7)}) for client in clients))
     for client, kept in zip(clients, both, strict=True):
@@ -113,8 +111,7 @@ async def test_of_two_with_one_key_the_first_is_kept_and_both_have_it(
     await eventually(lambda: all(client.statistics().slots_in_use == 0 for client in clients))
 
 
-async def test_one_pin_serves_all_callers_of_a_client(ring: shmring.Ring, connect: Any, eventually: Any) -> None:
-    client = await connect()
+async def test_one_pin_serves_all_callers_of_a_client(ring: Ring, client: Client) -> None:
     (await client.keep(key(1), {"x": pixels(2)})).close()
     await eventually(lambda: kept_pinned(ring) == 0)
     found = await asyncio.gather(*(client.find(key(1)) for _ in range(200)))
@@ -134,7 +131,7 @@ async def test_one_pin_serves_all_callers_of_a_client(ring: shmring.Ring, connec
 
 
 @pytest.mark.one_loop
-async def test_a_payload_has_its_type_and_arrays_are_read_only(ring: shmring.Ring, connect: Any) -> None:
+async def test_a_payload_has_its_type_and_arrays_are_read_only(ring: Ring, connect: Any) -> None:
     class Picture(msgspec.Struct):
         pixels: np.ndarray[Any, Any]
         taken: str
@@ -152,8 +149,7 @@ async def test_a_payload_has_its_type_and_arrays_are_read_only(ring: shmring.Rin
 
 
 @pytest.mark.one_loop
-async def test_content_that_was_left_gives_no_views(ring: shmring.Ring, connect: Any) -> None:
-    client = await connect()
+async def test_content_that_was_left_gives_no_views(client: Client) -> None:
     with await client.keep(key(1), {"x": pixels(1)}) as kept:
         assert "pinned" in repr(kept)
     assert "left" in repr(kept)
@@ -163,8 +159,7 @@ async def test_content_that_was_left_gives_no_views(ring: shmring.Ring, connect:
 
 @pytest.mark.one_loop
 @for_each(("wrong", "error"), [("text", TypeError), (b"short", ValueError), (bytes(33), ValueError), (None, TypeError)])
-async def test_what_is_no_key_is_refused(ring: shmring.Ring, connect: Any, wrong: Any, error: type[Exception]) -> None:
-    client = await connect()
+async def test_what_is_no_key_is_refused(client: Client, wrong: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="key"):
         await client.find(wrong)
     with pytest.raises(error, match="key"):
@@ -172,9 +167,8 @@ async def test_what_is_no_key_is_refused(ring: shmring.Ring, connect: Any, wrong
 
 
 @pytest.mark.one_loop
-async def test_what_can_not_be_kept_is_an_error_and_takes_nothing(serve: Any, connect: Any) -> None:
-    ring = await serve(total, kept_nbytes="128KiB")
-    client = await connect()
+@pytest.mark.ring(kept_nbytes="128KiB")
+async def test_what_can_not_be_kept_is_an_error_and_takes_nothing(ring: Ring, client: Client) -> None:
     with pytest.raises(ValueError, match="has a tensor"):
         await client.keep(key(1), {"x": 1})
     with pytest.raises(TypeError):
@@ -194,9 +188,8 @@ async def test_what_can_not_be_kept_is_an_error_and_takes_nothing(serve: Any, co
 
 
 @pytest.mark.one_loop
-async def test_with_kept_nbytes_0_nothing_is_kept(serve: Any, connect: Any) -> None:
-    await serve(total, kept_nbytes=0)
-    client = await connect()
+@pytest.mark.ring(kept_nbytes=0)
+async def test_with_kept_nbytes_0_nothing_is_kept(client: Client) -> None:
     assert client.kept_nbytes == 0
     with pytest.raises(shmring.CapacityError, match="raise its kept_nbytes"):
         await client.keep(key(1), {"x": pixels(1)})
@@ -206,12 +199,11 @@ async def test_with_kept_nbytes_0_nothing_is_kept(serve: Any, connect: Any) -> N
 # -- pins ------------------------------------------------------------------------------------------------------------------
 
 
-async def test_views_that_outlive_the_block_keep_the_pin(ring: shmring.Ring, connect: Any, eventually: Any) -> None:
+async def test_views_that_outlive_the_block_keep_the_pin(ring: Ring, connect: Any) -> None:
     client, other = await connect(), await connect()
     with await client.keep(key(1), {"x": pixels(5)}) as kept:
         view = kept.payload["x"][10:]
-    for number in range(2, 40):  # many times what is kept
-        (await other.keep(key(number), {"x": pixels(number)})).close()
+    await give(other, *range(2, 40))  # many times what is kept
     assert kept_pinned(ring) >= 1
     assert int(view.sum()) == 5 * (SIZE - 10)
     assert await client.request({"x": view}) == {"x": 5 * (SIZE - 10)}
@@ -224,7 +216,7 @@ async def test_views_that_outlive_the_block_keep_the_pin(ring: shmring.Ring, con
     await eventually(lambda: kept_pinned(ring) == 0)
 
 
-async def test_a_slot_that_was_kept_is_pinned_until_it_is_left(ring: shmring.Ring, connect: Any, eventually: Any) -> None:
+async def test_a_slot_that_was_kept_is_pinned_until_it_is_left(ring: Ring, connect: Any) -> None:
     """Its caller could still write to it: what replaces it there would be harmed."""
     client, other = await connect(), await connect()
     async with client.slot(SIZE, drain=True) as slot:
@@ -238,30 +230,26 @@ async def test_a_slot_that_was_kept_is_pinned_until_it_is_left(ring: shmring.Rin
     await eventually(lambda: kept_pinned(ring) == 0)
 
 
-async def test_a_request_keeps_what_it_has_after_everybody_left_it(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve()
-    client = await connect()
+@pytest.mark.ring(handler=None)
+async def test_a_request_keeps_what_it_has_after_everybody_left_it(ring: Ring, client: Client) -> None:
     with await client.keep(key(1), {"x": pixels(9)}) as kept:
         submission = await client.submit(kept.payload)
     await eventually(lambda: client.statistics().kept_pins == 0)
     claim = await ring.claim()
-    for number in range(2, 40):
-        (await client.keep(key(number), {"x": pixels(number)})).close()
+    await give(client, *range(2, 40))
     with claim:
         view = claim.payload["x"]
         await claim.done({"sum": int(view.sum())})
     assert await submission.result() == {"sum": 9 * SIZE}
     await eventually(lambda: kept_pinned(ring) == 1)  # the engine's view keeps it
-    for number in range(40, 80):
-        (await client.keep(key(number), {"x": pixels(number)})).close()
+    await give(client, *range(40, 80))
     assert int(view.sum()) == 9 * SIZE
     del view
     await eventually(lambda: kept_pinned(ring) == 0)
 
 
-async def test_an_aborted_request_gives_its_pin_back(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve()
-    client = await connect()
+@pytest.mark.ring(handler=None)
+async def test_an_aborted_request_gives_its_pin_back(ring: Ring, client: Client) -> None:
     with await client.keep(key(1), {"x": pixels(9)}) as kept:
         submissions = [await client.submit(kept.payload) for _ in range(3)]
     for submission in submissions:
@@ -270,9 +258,7 @@ async def test_an_aborted_request_gives_its_pin_back(serve: Any, connect: Any, e
     await client.close()
 
 
-async def test_a_claim_with_one_content_twice_and_a_copy_beside(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(total)
-    client = await connect()
+async def test_a_claim_with_one_content_twice_and_a_copy_beside(ring: Ring, client: Client) -> None:
     with await client.keep(key(1), {"x": pixels(1)}) as one, await client.keep(key(2), {"x": pixels(2)}) as two:
         parts = {"a": one.payload["x"], "b": two.payload["x"], "c": one.payload["x"][:10], "d": pixels(3)}
         assert await client.request(parts) == {"a": SIZE, "b": 2 * SIZE, "c": 10, "d": 3 * SIZE}
@@ -280,14 +266,13 @@ async def test_a_claim_with_one_content_twice_and_a_copy_beside(serve: Any, conn
     await eventually(lambda: kept_pinned(ring) == 0)
 
 
-async def test_too_many_pins_are_an_error(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shmring.ring.limits.MAX_PINS", 2)
-    ring = await serve(total)
+@pytest.mark.ring(MAX_PINS=2)
+async def test_too_many_pins_are_an_error(ring: Ring, connect: Any) -> None:
     client, other = await connect(), await connect()
     with await client.keep(key(1), {"x": pixels(1)}), await client.keep(key(2), {"x": pixels(2)}):
         with pytest.raises(shmring.WouldBlock, match="pinned as much"):
             await client.keep(key(3), {"x": pixels(3)})
-        (await other.keep(key(3), {"x": pixels(3)})).close()
+        await give(other, 3)
         with pytest.raises(shmring.WouldBlock, match="pinned as much"):
             await client.find(key(3))
         with await client.find(key(1)):  # which it has already
@@ -297,10 +282,7 @@ async def test_too_many_pins_are_an_error(serve: Any, connect: Any, monkeypatch:
     assert ring.statistics().protocol_errors == 0
 
 
-async def test_what_is_dropped_comes_back_with_a_warning(
-    ring: shmring.Ring, connect: Any, eventually: Any, dropped: Any
-) -> None:
-    client = await connect()
+async def test_what_is_dropped_comes_back_with_a_warning(ring: Ring, client: Client, dropped: Any) -> None:
     with dropped("kept content of 50000 bytes was dropped before it was left"):
         await client.keep(key(1), {"x": pixels(1)})
         gc.collect()
@@ -308,15 +290,12 @@ async def test_what_is_dropped_comes_back_with_a_warning(
 
 
 @pytest.mark.parametrize("turns_before", range(12))
-async def test_cancelling_at_any_moment_leaves_nothing_pinned(
-    ring: shmring.Ring, connect: Any, eventually: Any, turns: Any, turns_before: int
-) -> None:
+async def test_cancelling_at_any_moment_leaves_nothing_pinned(ring: Ring, connect: Any, turns_before: int) -> None:
     client, other = await connect(), await connect()
-    (await other.keep(key(1), {"x": pixels(1)})).close()
+    await give(other, 1)
     for attempt in (client.find(key(1)), client.keep(key(1), {"x": pixels(1)}), client.keep(key(2), {"x": pixels(2)})):
         task = asyncio.create_task(attempt)
-        for _ in range(turns_before):
-            await asyncio.sleep(0)
+        await turns(turns_before)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             (await task).close()
@@ -329,7 +308,7 @@ async def test_cancelling_at_any_moment_leaves_nothing_pinned(
 
 
 @pytest.fixture
-async def asking(ring: shmring.Ring, connect: Any, hold: Any, monkeypatch: pytest.MonkeyPatch, turns: Any) -> Any:
+async def asking(ring: Ring, connect: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A client that may ask for one content at a time and does, the task that asks, and what lets the engine answer."""
     monkeypatch.setattr("shmring.client.kept.MAX_FINDS", 1)
     client = await connect()
@@ -339,7 +318,7 @@ async def asking(ring: shmring.Ring, connect: Any, hold: Any, monkeypatch: pytes
     return client, first, go_on
 
 
-async def test_who_has_left_before_the_answer_keeps_nobody_from_asking(asking: Any, turns: Any) -> None:
+async def test_who_has_left_before_the_answer_keeps_nobody_from_asking(asking: Any) -> None:
     client, first, go_on = asking
     first.cancel()
     await turns()
@@ -347,7 +326,7 @@ async def test_who_has_left_before_the_answer_keeps_nobody_from_asking(asking: A
     assert await client.find(key(2), timeout=20) is None
 
 
-async def test_who_is_cancelled_before_it_may_ask_holds_nothing(asking: Any, turns: Any) -> None:
+async def test_who_is_cancelled_before_it_may_ask_holds_nothing(asking: Any) -> None:
     client, first, go_on = asking
     keeping = asyncio.create_task(client.keep(key(2), {"x": pixels(2)}))
     await turns()
@@ -360,7 +339,7 @@ async def test_who_is_cancelled_before_it_may_ask_holds_nothing(asking: Any, tur
     assert await first is None
 
 
-async def test_who_waits_to_ask_hears_of_the_end(asking: Any, turns: Any) -> None:
+async def test_who_waits_to_ask_hears_of_the_end(ring: Ring, asking: Any) -> None:
     client, first, go_on = asking
     waiting = asyncio.create_task(client.find(key(2), timeout=20))
     await turns()
@@ -369,14 +348,14 @@ async def test_who_waits_to_ask_hears_of_the_end(asking: Any, turns: Any) -> Non
         with pytest.raises(shmring.EngineDeadError):
             await task
     go_on()
+    let_die(ring)
 
 
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("what", ["find", "keep a copy", "keep a slot"])
 async def test_what_can_not_be_sent_leaves_nothing_behind(
-    ring: shmring.Ring, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, what: str
+    ring: Ring, client: Client, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    client = await connect()
     session = session_of(client)
     send = session.link.send
 
@@ -408,31 +387,25 @@ async def test_what_can_not_be_sent_leaves_nothing_behind(
 # -- who wants the memory ----------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_kept_gives_way_by_least_recent_use_and_nobody_waits(
-    ring: shmring.Ring, connect: Any, eventually: Any
-) -> None:
-    client = await connect()
-    for number in range(9):
-        (await client.keep(key(number), {"x": pixels(number)})).close()
+async def test_what_is_kept_gives_way_by_least_recent_use_and_nobody_waits(ring: Ring, client: Client) -> None:
+    await give(client, *range(9))
     (await client.find(key(0))).close()  # used just now
     await eventually(lambda: kept_pinned(ring) == 0)
-    (await client.keep(key(9), {"x": pixels(9)})).close()
+    await give(client, 9)
     assert [await has(client, number) for number in range(10)] == [True, False, *[True] * 8]
     async with client.slot(ring.statistics().leasable_nbytes - 64, timeout=5):
         assert ring.statistics().kept == 0
     assert not await has(client, 0)
 
 
-async def has(client: shmring.Client, number: int) -> bool:
+async def has(client: Client, number: int) -> bool:
     kept = await client.find(key(number))
     if kept is not None:
         kept.close()
     return kept is not None
 
 
-async def test_a_window_waits_for_what_is_pinned_and_for_nothing_else(
-    ring: shmring.Ring, connect: Any, eventually: Any
-) -> None:
+async def test_a_window_waits_for_what_is_pinned_and_for_nothing_else(ring: Ring, connect: Any) -> None:
     client, other = await connect(), await connect()
     kept = [await client.keep(key(number), {"x": pixels(number)}) for number in range(4)]
     for content in kept[1:]:
@@ -453,8 +426,8 @@ async def test_a_window_waits_for_what_is_pinned_and_for_nothing_else(
     assert ring.statistics().kept_evictions == 4
 
 
-async def test_what_a_client_pins_counts_as_if_it_held_it(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(total, slab_nbytes="2MiB", client_quota_nbytes="512KiB", kept_nbytes="1MiB")
+@pytest.mark.ring(slab_nbytes="2MiB", client_quota_nbytes="512KiB", kept_nbytes="1MiB")
+async def test_what_a_client_pins_counts_as_if_it_held_it(ring: Ring, connect: Any) -> None:
     greedy, other = await connect(), await connect()
     kept = [await greedy.keep(key(number), {"x": pixels(number)}) for number in range(9)]
     async with greedy.slot(10):  # in its base lease; with no lease at all it would get one
@@ -467,10 +440,7 @@ async def test_what_a_client_pins_counts_as_if_it_held_it(serve: Any, connect: A
         assert await asyncio.wait_for(waiting, 5) == {"x": 120_000}
 
 
-async def test_a_client_whose_leases_are_full_of_what_is_kept_gets_others(
-    ring: shmring.Ring, connect: Any, eventually: Any
-) -> None:
-    client = await connect()
+async def test_a_client_whose_leases_are_full_of_what_is_kept_gets_others(ring: Ring, client: Client) -> None:
     for number in range(60):
         async with client.slot(20_000, timeout=5) as slot:
             view = slot.tensor((20_000,), torch.uint8).fill_(number)
@@ -485,8 +455,7 @@ async def test_a_client_whose_leases_are_full_of_what_is_kept_gets_others(
     ring._shell._book.check()
 
 
-async def test_several_slots_are_acquired_at_once(ring: shmring.Ring, connect: Any) -> None:
-    client = await connect()
+async def test_several_slots_are_acquired_at_once(client: Client) -> None:
     slots = await client.slots([5000, 1, 20_000], timeout=5)
     assert [slot.nbytes for slot in slots] == [5000, 1, 20_000]
     views = [slot.tensor((slot.nbytes,), torch.uint8).fill_(number) for number, slot in enumerate(slots)]
@@ -507,7 +476,7 @@ async def test_several_slots_are_acquired_at_once(ring: shmring.Ring, connect: A
 # -- ends --------------------------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_kept_outlives_who_gave_it(ring: shmring.Ring, connect: Any, eventually: Any) -> None:
+async def test_what_is_kept_outlives_who_gave_it(ring: Ring, connect: Any) -> None:
     first = await connect()
     kept = await first.keep(key(1), {"x": pixels(4)})
     view = kept.payload["x"]
@@ -524,11 +493,8 @@ async def test_what_is_kept_outlives_who_gave_it(ring: shmring.Ring, connect: An
     del view
 
 
-async def test_a_slot_that_is_given_while_its_client_closes_stays_pinned(
-    ring: shmring.Ring, connect: Any, eventually: Any, hold: Any
-) -> None:
+async def test_a_slot_that_is_given_while_its_client_closes_stays_pinned(ring: Ring, client: Client) -> None:
     """The engine keeps it before it reads the goodbye, and the client has not heard of that: its caller may still write."""
-    client = await connect()
     slot = await client.slot(SIZE)
     view = slot.tensor((SIZE,), torch.uint8).fill_(1)
     hold(session_of(client).link)
@@ -544,17 +510,8 @@ async def test_a_slot_that_is_given_while_its_client_closes_stays_pinned(
     slot.close()
 
 
-async def test_a_polite_client_leaves_no_pins(ring: shmring.Ring, connect: Any, eventually: Any) -> None:
-    client = await connect()
-    with await client.keep(key(1), {"x": pixels(4)}):
-        pass
-    await client.close()
-    await eventually(lambda: (kept_pinned(ring), ring.statistics().departed_clients) == (0, 0))
-
-
-async def test_the_next_engine_has_nothing(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(total)
-    client = await connect(reconnect=True)
+@pytest.mark.client(reconnect=True)
+async def test_the_next_engine_has_nothing(ring: Ring, client: Client, serve: Any) -> None:
     kept = await client.keep(key(1), {"x": pixels(1)})
     finding = asyncio.gather(*(client.find(key(2)) for _ in range(100)), return_exceptions=True)
     await ring.close()
@@ -567,9 +524,9 @@ async def test_the_next_engine_has_nothing(serve: Any, connect: Any, eventually:
 
 
 @pytest.mark.one_loop
-async def test_map_leased_only_lets_what_is_kept_be_read(ring: shmring.Ring, connect: Any) -> None:
+@pytest.mark.client(map_leased_only=True, lease_idle_s=0.0)
+async def test_map_leased_only_lets_what_is_kept_be_read(client: Client) -> None:
     """And what is lent to this client where something of its own was kept stays writable when the rest goes back."""
-    client = await connect(map_leased_only=True, lease_idle_s=0.0)
     for number in range(30):
         async with client.slot(20_000, timeout=5) as slot:
             view = slot.tensor((20_000,), torch.uint8).fill_(number)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import shmring
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -58,11 +59,7 @@ async def inspect(socket_dir: Path) -> object:
 @pytest.mark.parametrize("mistake", [rename, link])
 @pytest.mark.parametrize("reach", [connect_client, connect_several, join_worker, inspect])
 async def test_who_finds_another_engine_is_told_both_names(
-    engines: Engines,
-    socket_dir: Path,
-    eventually: Any,
-    mistake: Callable[[Path], None],
-    reach: Callable[[Path], Awaitable[object]],
+    engines: Engines, socket_dir: Path, mistake: Callable[[Path], None], reach: Callable[[Path], Awaitable[object]]
 ) -> None:
     _, other = engines
     mistake(socket_dir)
@@ -80,7 +77,7 @@ async def test_a_rank_that_is_taken_in_another_engine_is_not_taken_in_ours(engin
 
 
 async def test_who_reconnects_waits_for_the_engine_of_its_name(
-    engines: Engines, serve: Any, connect: Any, socket_dir: Path, eventually: Any, caplog: pytest.LogCaptureFixture
+    engines: Engines, serve: Any, connect: Any, socket_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, other = engines
     client = await connect(reconnect=True)

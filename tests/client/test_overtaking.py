@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.memory.slots import Slots
 from tests.sessions import session_of
+from tests.waiting import cancel, eventually
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -35,31 +37,31 @@ def short_moments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def cut_slab(connect: Any) -> AsyncIterator[tuple[shmring.Client, shmring.Slot]]:
+async def cut_slab(connect: Any) -> AsyncIterator[tuple[Client, shmring.Slot]]:
     """Yields a client of a slab whose middle is kept by a slot of another, and that slot."""
     _, keeping, client = [await connect(lease_nbytes=LEASE_NBYTES) for _ in range(3)]
     with await keeping.slot(SLOT_NBYTES) as kept:
         yield client, kept
 
 
-def line_of(client: shmring.Client) -> Slots:
+def line_of(client: Client) -> Slots:
     return session_of(client).host_slots
 
 
-def begin(client: shmring.Client, nbytes: int) -> asyncio.Task[shmring.Slot]:
+def begin(client: Client, nbytes: int) -> asyncio.Task[shmring.Slot]:
     async def hold() -> shmring.Slot:
         return await client.slot(nbytes)
 
     return asyncio.create_task(hold())
 
 
-async def until_it_rests(client: shmring.Client, eventually: Any) -> None:
+async def until_it_rests(client: Client) -> None:
     waiters = line_of(client).book._waiters
     await eventually(lambda: any(waiter.rest_moments for waiter in waiters.values()))
 
 
-async def test_small_slots_are_had_beside_a_large_one_that_waits_for_another_client(serve: Any, connect: Any) -> None:
-    await serve(**CUT)
+@pytest.mark.ring(**CUT)
+async def test_small_slots_are_had_beside_a_large_one_that_waits_for_another_client(ring: Ring, connect: Any) -> None:
     async with cut_slab(connect) as (client, kept):
         large = begin(client, LARGE_NBYTES)
         small = [begin(client, nbytes) for nbytes in (10, SLOT_NBYTES, 5_000)]
@@ -70,8 +72,8 @@ async def test_small_slots_are_had_beside_a_large_one_that_waits_for_another_cli
         (await asyncio.wait_for(large, LIMIT_S)).close()
 
 
-async def test_small_requests_are_answered_beside_a_large_one_that_waits_for_another_client(serve: Any, connect: Any) -> None:
-    await serve(lambda claim: claim.reply("done"), **CUT)
+@pytest.mark.ring(handler=lambda claim: claim.reply("done"), **CUT)
+async def test_small_requests_are_answered_beside_a_large_one_that_waits_for_another_client(ring: Ring, connect: Any) -> None:
     async with cut_slab(connect) as (client, kept):
         large = asyncio.create_task(client.request(torch.zeros(LARGE_NBYTES, dtype=torch.uint8)))
         await asyncio.sleep(0)
@@ -84,10 +86,10 @@ async def test_small_requests_are_answered_beside_a_large_one_that_waits_for_ano
 
 
 @pytest.mark.usefixtures("short_moments")
-async def test_small_ones_that_keep_coming_do_not_overtake_a_large_one_for_ever(serve: Any, connect: Any) -> None:
+@pytest.mark.ring(**CUT)
+@pytest.mark.client(lease_nbytes=LEASE_NBYTES)
+async def test_small_ones_that_keep_coming_do_not_overtake_a_large_one_for_ever(client: Client) -> None:
     """Three of the five have a slot, and the others wait for one: if they always came first, there would always be one."""
-    await serve(**CUT)
-    client = await connect(lease_nbytes=LEASE_NBYTES)
     had_one = asyncio.Event()
 
     async def hold_again_and_again() -> None:
@@ -99,21 +101,17 @@ async def test_small_ones_that_keep_coming_do_not_overtake_a_large_one_for_ever(
     small = [asyncio.create_task(hold_again_and_again()) for _ in range(5)]
     await had_one.wait()
     (await asyncio.wait_for(begin(client, 3 * SLOT_NBYTES), LIMIT_S)).close()
-    for task in small:
-        task.cancel()
-    await asyncio.gather(*small, return_exceptions=True)
+    await cancel(*small)
 
 
 @pytest.mark.usefixtures("short_moments")
-async def test_who_rests_may_be_cancelled(serve: Any, connect: Any, eventually: Any) -> None:
-    await serve(**CUT)
+@pytest.mark.ring(**CUT)
+async def test_who_rests_may_be_cancelled(ring: Ring, connect: Any) -> None:
     async with cut_slab(connect) as (client, kept):
         large, second = begin(client, LARGE_NBYTES), begin(client, LARGE_NBYTES)
         (await asyncio.wait_for(begin(client, 10), LIMIT_S)).close()
-        await until_it_rests(client, eventually)
-        large.cancel()
-        await asyncio.wait([large])
-        assert large.cancelled()
+        await until_it_rests(client)
+        assert await cancel(large)
         (await asyncio.wait_for(begin(client, 10), LIMIT_S)).close()  # the second waits, and lets it pass
         assert not second.done()
         kept.close()
@@ -121,12 +119,12 @@ async def test_who_rests_may_be_cancelled(serve: Any, connect: Any, eventually: 
 
 
 @pytest.mark.usefixtures("short_moments")
-async def test_who_asks_while_others_rest_may_be_cancelled(serve: Any, connect: Any, eventually: Any) -> None:
+@pytest.mark.ring(**CUT)
+async def test_who_asks_while_others_rest_may_be_cancelled(ring: Ring, connect: Any) -> None:
     """Both want more than there is beside the kept slot; the smaller one has the turn while the larger one rests."""
-    await serve(**CUT)
     async with cut_slab(connect) as (client, kept):
         large, less = begin(client, LARGE_NBYTES), begin(client, LARGE_NBYTES - 8192)
-        await until_it_rests(client, eventually)
+        await until_it_rests(client)
         less.cancel()
         await asyncio.wait([less])
         (await asyncio.wait_for(begin(client, 10), LIMIT_S)).close()
@@ -135,11 +133,11 @@ async def test_who_asks_while_others_rest_may_be_cancelled(serve: Any, connect: 
 
 
 @pytest.mark.usefixtures("short_moments")
-async def test_a_session_that_ends_ends_the_waits_of_those_that_rest(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(**CUT)
+@pytest.mark.ring(**CUT)
+async def test_a_session_that_ends_ends_the_waits_of_those_that_rest(ring: Ring, connect: Any) -> None:
     async with cut_slab(connect) as (client, kept):
         waiting = [begin(client, LARGE_NBYTES), begin(client, LARGE_NBYTES - 8192)]
-        await until_it_rests(client, eventually)
+        await until_it_rests(client)
         line = line_of(client)
         timer = line._moment
         await ring.close()
@@ -151,11 +149,9 @@ async def test_a_session_that_ends_ends_the_waits_of_those_that_rest(serve: Any,
         kept.close()
 
 
-async def test_a_client_in_which_nobody_waits_has_no_timer(
-    serve: Any, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await serve(**CUT)
-    client = await connect(lease_nbytes=LEASE_NBYTES)
+@pytest.mark.ring(**CUT)
+@pytest.mark.client(lease_nbytes=LEASE_NBYTES)
+async def test_a_client_in_which_nobody_waits_has_no_timer(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     line = line_of(client)
     with await client.slot(SLOT_NBYTES) as slot:
         assert line._moment is None
@@ -168,9 +164,9 @@ async def test_a_client_in_which_nobody_waits_has_no_timer(
     await eventually(lambda: line._moment is None)
 
 
-async def test_a_moment_lasts_a_second(serve: Any, connect: Any, eventually: Any) -> None:
+@pytest.mark.ring(**CUT)
+async def test_a_moment_lasts_a_second(ring: Ring, connect: Any) -> None:
     """Of which two are waited for at first."""
-    await serve(**CUT)
     async with cut_slab(connect) as (client, _):
         loop = asyncio.get_running_loop()
         before_s = loop.time()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import weakref
 from pathlib import Path
@@ -13,11 +12,12 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.client.session import Session
+from tests.garbage import uncollected
 from tests.sessions import attachment_of
 from tests.tables import for_each
-
-pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+from tests.waiting import cancel, eventually, turns
 
 
 def tensor(nbytes: int, value: int = 1) -> torch.Tensor:
@@ -36,53 +36,59 @@ async def hang(claim: shmring.Claim) -> None:
     await asyncio.Event().wait()
 
 
+pytestmark = [
+    pytest.mark.both_loops,
+    pytest.mark.filterwarnings("error::ResourceWarning"),
+    pytest.mark.ring(handler=echo),
+    pytest.mark.client(reconnect=True),
+]
+
+
+async def gone(ring: Ring, client: Client) -> None:
+    """The ring is closed, and its client has heard of it."""
+    await ring.close()
+    await eventually(lambda: not client.connected)
+
+
 def slab_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("/dev/shm/shmring-")
 
 
-async def _slot(client: shmring.Client, nbytes: int) -> None:
+async def _slot(client: Client, nbytes: int) -> None:
     async with client.slot(nbytes):
         await asyncio.Event().wait()
 
 
-async def _stream(client: shmring.Client) -> None:
+async def _stream(client: Client) -> None:
     async for _ in client.stream({"x": tensor(5000)}):
         pass
 
 
-async def test_closing_after_a_reconnection_is_an_end_even_if_it_is_cancelled(
-    serve: Any, connect: Any, eventually: Any, settled: Any
-) -> None:
-    ring = await serve()
-    client = await connect(reconnect=True)
-    await ring.close()
-    await eventually(lambda: not client.connected)
+async def test_closing_after_a_reconnection_is_an_end_even_if_it_is_cancelled(ring: Ring, client: Client, serve: Any) -> None:
+    await gone(ring, client)
     ring = await serve()
     await client.wait_connected(5)
     closing = asyncio.create_task(client.close())
     await asyncio.sleep(0)
-    closing.cancel()
-    await asyncio.gather(closing, return_exceptions=True)
+    await cancel(closing)
     assert not client.connected
-    await settled(ring)
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize("reconnect", [False, True])
-async def test_everything_that_is_pending_fails_when_the_engine_goes(
-    serve: Any, connect: Any, eventually: Any, reconnect: bool
-) -> None:
-    async def never() -> None:
-        await asyncio.Event().wait()
-
-    ring = await serve(hang, calls={"never": never}, max_inflight=4)
+@pytest.mark.ring(handler=hang, calls={"never": never}, max_inflight=4)
+async def test_everything_that_is_pending_fails_when_the_engine_goes(ring: Ring, connect: Any, reconnect: bool) -> None:
     client = await connect(reconnect=reconnect)
     pending = [
         asyncio.create_task(client.request({"x": tensor(5000)})),
         asyncio.create_task(client.request({"x": tensor(5000)}, timeout=60)),
         asyncio.create_task(_stream(client)),
         asyncio.create_task(client.call("never")),
-        asyncio.create_task(_slot(client, 700_000)),
     ]
+    served = asyncio.create_task(_slot(client, 700_000))  # waits for nothing of ours
     await eventually(lambda: ring.statistics().running == 3 and client.statistics().slots_writing == 1)
     pending += [
         asyncio.create_task(_slot(client, 700_000)),  # waits in line
@@ -91,26 +97,19 @@ async def test_everything_that_is_pending_fails_when_the_engine_goes(
     ]
     await eventually(lambda: client.statistics().waiting == 2)
     await ring.close()
-    for index, task in enumerate(pending):
-        if index == 4:
-            continue  # it has its slot, and waits for nothing of ours
+    for task in pending:
         with pytest.raises(shmring.EngineDeadError):
             await asyncio.wait_for(task, 5)
-    pending[4].cancel()
-    await asyncio.gather(pending[4], return_exceptions=True)
+    await cancel(served)
     assert not client.connected
     now = client.statistics()
     assert (now.connected, now.epoch, now.leases, now.slots_in_use, now.in_flight, now.waiting) == (False, 0, 0, 0, 0, 0)
 
 
-async def test_without_reconnect_the_client_has_ended(
-    serve: Any, connect: Any, eventually: Any, refuses_everything: Any
-) -> None:
-    ring = await serve(echo)
-    client = await connect()
+@pytest.mark.client(reconnect=False)
+async def test_without_reconnect_the_client_has_ended(ring: Ring, client: Client, refuses_everything: Any) -> None:
     slot = await client.slot(5000)
-    await ring.close()
-    await eventually(lambda: not client.connected)
+    await gone(ring, client)
     await refuses_everything(client, shmring.EngineDeadError)
     with pytest.raises(shmring.EngineDeadError):
         slot.tensor((1,), torch.uint8)
@@ -119,14 +118,11 @@ async def test_without_reconnect_the_client_has_ended(
     await client.close()
 
 
-async def test_a_client_attaches_to_the_next_engine(serve: Any, connect: Any, eventually: Any, settled: Any) -> None:
-    ring = await serve(echo)
-    client = await connect(reconnect=True)
+async def test_a_client_attaches_to_the_next_engine(ring: Ring, client: Client, serve: Any) -> None:
     first_epoch = client.statistics().epoch
     for life in range(1, 4):
         assert (await client.request({"n": life, "x": tensor(5000)}, timeout=5))["n"] == life
-        await ring.close()
-        await eventually(lambda: not client.connected)
+        await gone(ring, client)
         ring = await serve(echo)
         await client.wait_connected(timeout=5)
         assert client.statistics().reconnections == life
@@ -134,15 +130,10 @@ async def test_a_client_attaches_to_the_next_engine(serve: Any, connect: Any, ev
     now, [connection] = client.statistics(), client.engines.values()
     assert (now.submitted, connection.copies) == (3, now.copies), "counters go on"
     assert now.copies == 3
-    await client.close()
-    await settled(ring)
 
 
-async def test_what_is_asked_while_no_engine_is_there_waits_for_the_next(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(echo)
-    client = await connect(reconnect=True)
-    await ring.close()
-    await eventually(lambda: not client.connected)
+async def test_what_is_asked_while_no_engine_is_there_waits_for_the_next(ring: Ring, client: Client, serve: Any) -> None:
+    await gone(ring, client)
     with pytest.raises(shmring.WouldBlock, match="no engine"):
         client.submit_nowait(1)
     with pytest.raises(shmring.WouldBlock, match="no engine"):
@@ -160,14 +151,11 @@ async def test_what_is_asked_while_no_engine_is_there_waits_for_the_next(serve: 
     assert (await asyncio.wait_for(asking, 5))["x"].numel() == 5000
 
 
-async def test_slots_and_views_of_a_former_life_harm_nobody(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(echo)
-    client = await connect(reconnect=True)
+async def test_slots_and_views_of_a_former_life_harm_nobody(ring: Ring, client: Client, serve: Any) -> None:
     answer = await client.request({"x": tensor(5000, 3)}, timeout=5)
     slot = await client.slot(5000, drain=True)
     view = slot.tensor((5000,), torch.uint8).fill_(4)
-    await ring.close()
-    await eventually(lambda: not client.connected)
+    await gone(ring, client)
     ring = await serve(echo)
     await client.wait_connected(timeout=5)
     with pytest.raises(shmring.EngineDeadError):
@@ -183,13 +171,12 @@ async def test_slots_and_views_of_a_former_life_harm_nobody(serve: Any, connect:
     assert client.statistics().slots_in_use == 0
 
 
-async def test_the_memory_of_a_former_life_is_freed_without_the_collector(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_the_memory_of_a_former_life_is_freed_without_the_collector(serve: Any, connect: Any) -> None:
     before = slab_mappings()
     ring = await serve(echo)
     client = await connect(reconnect=True)
     await client.request({"x": tensor(5000)}, timeout=5)
-    gc.disable()
-    try:
+    with uncollected():
         for _ in range(3):
             pending = asyncio.create_task(client.request({"hang": True, "x": tensor(500_000)}))
             await eventually(lambda: client.statistics().in_flight)
@@ -206,18 +193,14 @@ async def test_the_memory_of_a_former_life_is_freed_without_the_collector(serve:
             assert slab_mappings() == before + 3, "the ring's, the client's, and the old one that a view keeps"
             del view
             await eventually(lambda: slab_mappings() == before + 2)
-    finally:
-        gc.enable()
 
 
-async def test_the_errors_of_a_former_life_keep_no_payload_alive(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(hang)
-    client = await connect(reconnect=True)
+@pytest.mark.ring(handler=hang)
+async def test_the_errors_of_a_former_life_keep_no_payload_alive(ring: Ring, client: Client) -> None:
     blocker = await client.slot(900_000)
     payloads = [tensor(10), tensor(500_000)]
     died = [weakref.ref(payload) for payload in payloads]
-    gc.disable()
-    try:
+    with uncollected():
         tasks = [asyncio.create_task(client.request({"x": payload})) for payload in payloads]
         await eventually(lambda: ring.statistics().running == 1 and client.statistics().waiting == 1)
         await ring.close()
@@ -227,20 +210,12 @@ async def test_the_errors_of_a_former_life_keep_no_payload_alive(serve: Any, con
         del task, tasks, payloads
         await asyncio.sleep(0)  # the loop lets go of the tasks
         assert [reference() for reference in died] == [None, None]
-    finally:
-        gc.enable()
     blocker.close()
 
 
-async def test_calls_that_wait_for_their_turn_fail_too(
-    serve: Any, connect: Any, turns: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def never() -> None:
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 1)
-    ring = await serve(calls={"never": never})
-    client = await connect()
+@pytest.mark.ring(calls={"never": never}, MAX_CALLS=1)
+@pytest.mark.client(reconnect=False)
+async def test_calls_that_wait_for_their_turn_fail_too(ring: Ring, client: Client) -> None:
     calls = [asyncio.create_task(client.call("never")) for _ in range(4)]
     await turns()
     await ring.close()
@@ -249,14 +224,10 @@ async def test_calls_that_wait_for_their_turn_fail_too(
             await asyncio.wait_for(call, 5)
 
 
-async def test_a_client_that_waits_for_an_engine_can_be_closed(serve: Any, connect: Any, eventually: Any, turns: Any) -> None:
-    ring = await serve(echo)
-    client = await connect(reconnect=True)
-    await ring.close()
-    await eventually(lambda: not client.connected)
+async def test_a_client_that_waits_for_an_engine_can_be_closed(ring: Ring, client: Client, serve: Any) -> None:
+    await gone(ring, client)
     waiting = [asyncio.create_task(attempt) for attempt in (client.request(1), client.call("x"), _slot(client, 1))]
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await turns(3)
     await client.close()
     for task in waiting:
         with pytest.raises(shmring.ClosedError):
@@ -268,34 +239,28 @@ async def test_a_client_that_waits_for_an_engine_can_be_closed(serve: Any, conne
 
 @pytest.mark.parametrize("steps", range(12))
 async def test_a_client_can_be_closed_at_any_moment_of_attaching_again(
-    serve: Any, connect: Any, eventually: Any, settled: Any, steps: int, monkeypatch: pytest.MonkeyPatch
+    ring: Ring, serve: Any, connect: Any, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring = await serve(echo)
     monkeypatch.setattr("shmring.client.pauses.FIRST_S", 0.0)
     client = await connect(reconnect=True)
-    await ring.close()
-    await eventually(lambda: not client.connected)
+    await gone(ring, client)
     ring = await serve(echo)
     while not ring._shell._handshakes._running and not client.connected:
         await asyncio.sleep(0)
-    for _ in range(steps):
-        await asyncio.sleep(0)
+    await turns(steps)
     await client.close()
     await eventually(lambda: not ring._shell._handshakes._running)
-    await settled(ring)
 
 
 async def test_an_engine_that_refuses_is_asked_again(
-    serve: Any, connect: Any, eventually: Any, turns: Any, monkeypatch: pytest.MonkeyPatch
+    ring: Ring, serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next engine may be full for a while; the client neither gives up nor asks all the time."""
-    ring = await serve(echo)
     # It pauses for long once, so that another is faster, and then shortly.
     monkeypatch.setattr("shmring.client.pauses.FIRST_S", 0.5)
     monkeypatch.setattr("shmring.client.pauses.LONGEST_S", 0.01)
     client = await connect(reconnect=True)
-    await ring.close()
-    await eventually(lambda: not client.connected)
+    await gone(ring, client)
     await turns()
     ring = await serve(echo, max_clients=1)
     blocker = await connect()
@@ -306,9 +271,8 @@ async def test_an_engine_that_refuses_is_asked_again(
 
 
 async def test_whatever_an_attempt_to_attach_raises_is_said_and_another_one_made(
-    serve: Any, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ring: Ring, serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ring = await serve(echo)
     monkeypatch.setattr("shmring.client.pauses.FIRST_S", 0.001)
     client = await connect(reconnect=True)
     attachment = attachment_of(client)
@@ -331,10 +295,8 @@ async def test_whatever_an_attempt_to_attach_raises_is_said_and_another_one_made
 
 @pytest.mark.one_loop
 async def test_pauses_between_attempts_are_each_twice_as_long_up_to_a_second(
-    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, eventually: Any
+    ring: Ring, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring = await serve(echo)
-    client = await connect(reconnect=True)
     attachment, sleep = attachment_of(client), asyncio.sleep
     pauses: list[float] = []
     begun = asyncio.Event()
@@ -375,39 +337,36 @@ async def test_a_session_that_ends_while_it_opens_is_none(serve: Any, connect: A
         await connect(connect_timeout_s=0.1)
 
 
-async def test_a_session_that_ends_late_is_not_taken_for_the_one_that_came_after_it(serve: Any, connect: Any) -> None:
-    ring = await serve(echo)
-    client = await connect(reconnect=True)
+async def test_a_session_that_ends_late_is_not_taken_for_the_one_that_came_after_it(
+    ring: Ring, client: Client, serve: Any
+) -> None:
     attachment = attachment_of(client)
     before = attachment.session
     await ring.close()
     await serve(echo)
     await client.wait_connected(timeout=20)
-    attachment._lost(before)  # type: ignore[arg-type] # it was attached
+    attachment._lost(before)  # it was attached
     assert client.connected
     assert await client.request(1, timeout=20) == 1
 
 
 @for_each("drains", [False, True])
 async def test_the_end_of_an_engine_that_has_said_so_is_no_warning(
-    serve: Any, connect: Any, eventually: Any, caplog: pytest.LogCaptureFixture, drains: bool
+    serve: Any, connect: Any, caplog: pytest.LogCaptureFixture, drains: bool
 ) -> None:
     ring = await serve(echo)
     client = await connect(reconnect=True)
     with caplog.at_level(logging.INFO, "shmring.client"):
         if drains:
             await ring.drain()
-        await ring.close()
-        await eventually(lambda: not client.connected)
+        await gone(ring, client)
     levels = [record.levelname for record in caplog.records if "waiting for the next engine" in record.getMessage()]
     assert levels == ["INFO" if drains else "WARNING"]
     await client.close()
     caplog.clear()
 
 
-async def test_a_client_that_closes_waits_for_no_engine(serve: Any, connect: Any, caplog: pytest.LogCaptureFixture) -> None:
-    await serve(echo)
-    client = await connect(reconnect=True)
+async def test_a_client_that_closes_waits_for_no_engine(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     await client.close()
     assert not attachment_of(client).is_attaching
     assert "waiting for the next engine" not in caplog.text

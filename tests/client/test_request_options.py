@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import shmring
+from shmring import Client
 from shmring.request_options import Arguments, EngineOptions, ForEngine, RequestOptions, SubmitOptions
 
 _OF_EACH_CALL = {  # beside the arguments of every call that sends a request
@@ -29,7 +29,7 @@ def named(call: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", _OF_EACH_CALL)
 def test_a_call_has_the_arguments_of_a_request_and_its_own(name: str) -> None:
-    arguments = named(getattr(shmring.Client, name))
+    arguments = named(getattr(Client, name))
     assert arguments.keys() == _OF_EACH_CALL[name] | set(Arguments._fields)
     assert Arguments._field_defaults.items() <= arguments.items()
 
@@ -42,9 +42,7 @@ def test_type_checkers_know_of_all() -> None:
 
 
 @pytest.mark.one_loop
-async def test_a_call_says_that_it_has_no_such_argument(serve: Any, connect: Any) -> None:
-    await serve()
-    client = await connect()
+async def test_a_call_says_that_it_has_no_such_argument(client: Any) -> None:
     for call in (client.request, client.stream, client.submit, client.submit_nowait):
         with pytest.raises(TypeError, match=rf"{call.__name__}\(\) got an unexpected keyword argument 'request_name'"):
             call(1, request_name="mine")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.core.messages import (
     CallResult,
     EngineMessage,
@@ -26,8 +27,10 @@ from shmring.core.messages import (
     Welcome,
     encode_message,
 )
+from tests.claiming import claimed
 from tests.records import done_of, reply_of, slot_extension, slot_header, tensor_extension
-from tests.sessions import session_of
+from tests.sessions import let_die, session_of
+from tests.waiting import eventually
 
 
 async def test_frontends_pass_a_slab_that_holds_one_request_back_and_forth(socket_dir: Path) -> None:
@@ -81,7 +84,7 @@ def records(*messages: EngineMessage) -> list[bytes]:
     return [encode_message(message) for message in messages]
 
 
-def tell(ring: shmring.Ring, client: shmring.Client, said: list[bytes]) -> None:
+def tell(ring: Ring, client: Client, said: list[bytes]) -> None:
     """Has the engine say so to its only client, and that hear it at once."""
     [frontend] = ring._shell._frontends.values()
     for record in said:
@@ -89,13 +92,13 @@ def tell(ring: shmring.Ring, client: shmring.Client, said: list[bytes]) -> None:
     session_of(client).link.poll()
 
 
-async def take_slot(client: shmring.Client, nbytes: int) -> None:
+async def take_slot(client: Client, nbytes: int) -> None:
     async with client.slot(nbytes):
         await asyncio.Event().wait()
 
 
 @pytest.fixture
-async def narrow(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[shmring.Ring, shmring.Client]:
+async def narrow(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Ring, Client]:
     """A client with one lease for ever: what becomes free in it goes to the next waiter at once."""
     monkeypatch.setattr("shmring.ring.limits.MAX_LEASES", 1)
     ring = await serve(max_lease_nbytes="512KiB")
@@ -104,12 +107,11 @@ async def narrow(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> t
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize("waiter", ["slot", "request"])
-async def test_space_that_comes_in_the_same_breath_as_the_end_is_no_space(narrow: Any, eventually: Any, waiter: str) -> None:
+async def test_space_that_comes_in_the_same_breath_as_the_end_is_no_space(narrow: Any, waiter: str) -> None:
     """The engine releases a slot and closes: whoever waited is told of the end, and touches the unmapped slab no more."""
     ring, client = narrow
     data = torch.ones(200_000, dtype=torch.uint8)
-    await client.submit({"x": data})
-    claim = await ring.claim()
+    _, claim = await claimed(ring, client, {"x": data})
     waiting = asyncio.create_task(take_slot(client, 200_000) if waiter == "slot" else client.request({"x": data}))
     await eventually(lambda: client.statistics().waiting == 1)
     [generation] = [slot.generation for slot in claim._submit.content.slots]
@@ -187,10 +189,8 @@ LIES = {
 
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES.keys())
-async def test_an_engine_that_breaks_the_protocol_counts_as_dead(
-    serve: Any, connect: Any, eventually: Any, lie: list[bytes]
-) -> None:
-    ring, client = await serve(max_payload_nbytes="64KiB"), await connect()
+@pytest.mark.ring(max_payload_nbytes="64KiB")
+async def test_an_engine_that_breaks_the_protocol_counts_as_dead(ring: Ring, client: Client, lie: list[bytes]) -> None:
     submission = await client.submit("x")
     other = asyncio.create_task((await client.submit("y")).result())
     await eventually(lambda: ring.statistics().waiting == 2)
@@ -200,12 +200,12 @@ async def test_an_engine_that_breaks_the_protocol_counts_as_dead(
         await asyncio.wait_for(other, 5)
     assert not client.connected
     await eventually(lambda: ring.statistics().clients == 0)
+    let_die(ring)
 
 
 async def test_an_engine_that_says_what_can_not_be_is_not_joined(
-    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+    ring: Ring, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await serve()
     monkeypatch.setattr("shmring.ring.handshakes.Welcome", lambda **said: Welcome(**said | {"max_tensors": 0}))
     with pytest.raises(shmring.RemoteProtocolError, match="what can't be: max_tensors is 0"):
         await connect()
@@ -220,15 +220,15 @@ def found(token: int = 1, generation: int = 77, offset: int = ELSEWHERE, nbytes:
     return Found(token, generation, offset, nbytes, True, PAYLOAD)
 
 
-async def find(client: shmring.Client, number: int = 1) -> None:
+async def find(client: Client, number: int = 1) -> None:
     await client.find(bytes([number]) * 32)
 
 
-async def keep(client: shmring.Client) -> None:
+async def keep(client: Client) -> None:
     await client.keep(bytes(32), {"x": torch.ones(100, dtype=torch.uint8)})
 
 
-async def call(client: shmring.Client) -> None:
+async def call(client: Client) -> None:
     await client.call("method")
 
 
@@ -262,9 +262,8 @@ ANSWERS: dict[str, tuple[list[Any], list[EngineMessage]]] = {
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
 async def test_an_engine_with_an_impossible_answer_counts_as_dead(
-    serve: Any, connect: Any, eventually: Any, answer: tuple[list[Any], list[EngineMessage]]
+    ring: Ring, client: Client, answer: tuple[list[Any], list[EngineMessage]]
 ) -> None:
-    ring, client = await serve(), await connect()
     [frontend] = ring._shell._frontends.values()
     asked: list[bytes] = []
     frontend.handle_message = asked.append  # it answers nothing by itself
@@ -279,11 +278,11 @@ async def test_an_engine_with_an_impossible_answer_counts_as_dead(
     assert str(errors[-1]).isprintable()
     assert session.error is not None
     assert not client.connected
+    let_die(ring)
 
 
 @pytest.mark.both_loops
-async def test_what_an_engine_says_can_be_printed(serve: Any, connect: Any, eventually: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_what_an_engine_says_can_be_printed(ring: Ring, client: Client) -> None:
     failing, late, other = [await client.submit("x") for _ in range(3)]
     await eventually(lambda: ring.statistics().waiting == 3)
     tell(ring, client, records(Failed(1, "error", "Err\x1b", "one\n\x1b[31mtwo"), Failed(2, "timed_out", "", "late\x07")))
@@ -295,15 +294,15 @@ async def test_what_an_engine_says_can_be_printed(serve: Any, connect: Any, even
     tell(ring, client, records(Refused("enough\x1b\nERROR: not a line of ours")))
     with pytest.raises(shmring.EngineDeadError, match=r"enough\\x1b\\nERROR"):
         await other.next()
+    let_die(ring)
 
 
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("lies_in_slot", [False, True])
 @pytest.mark.parametrize("header", [b"", slot_header(78, 100), slot_header(77, 99), b"S" + slot_header(77, 100)[1:]])
 async def test_a_reply_slot_that_holds_something_else_is_stale(
-    serve: Any, connect: Any, header: bytes, lies_in_slot: bool
+    ring: Ring, client: Client, header: bytes, lies_in_slot: bool
 ) -> None:
-    ring, client = await serve(), await connect()
     submission = await client.submit("x")
     ring._shell._slab.bytes_at(REPLIES_AT, len(header))[:] = list(header)
     lie = reply_at(0, 100) if lies_in_slot else reply_in(REPLIES_AT, 100, HUNDRED)
@@ -311,11 +310,11 @@ async def test_a_reply_slot_that_holds_something_else_is_stale(
     with pytest.raises(shmring.StaleDescriptorError):
         await submission.next()
     assert await submission.next() == 7
+    let_die(ring)  # which lent no such slot
 
 
-async def test_headers_say_of_slots_what_the_protocol_promises(serve: Any, connect: Any) -> None:
+async def test_headers_say_of_slots_what_the_protocol_promises(ring: Ring, client: Client) -> None:
     """Of a request's slot, and of a reply's."""
-    ring, client = await serve(), await connect()
     submission = await client.submit({"x": torch.zeros(1250)})
     with await ring.claim() as claim:
         [slot] = claim._submit.content.slots
@@ -330,8 +329,7 @@ async def test_headers_say_of_slots_what_the_protocol_promises(serve: Any, conne
 
 
 @pytest.mark.one_loop
-async def test_stale_releases_are_counted_and_change_nothing(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_stale_releases_are_counted_and_change_nothing(ring: Ring, client: Client) -> None:
     tell(ring, client, records(Release((1, 2, 3)), LeaseRecall((55,))))
     assert client.statistics().stale_releases == 3
     assert client.connected

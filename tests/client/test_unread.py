@@ -17,8 +17,11 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.ring import waits
 from shmring.ring.places import Place, Places
+from tests.claiming import claimed
+from tests.waiting import cancel, eventually, turns
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -49,9 +52,9 @@ def is_intact(reply: Any) -> bool:
 
 
 @pytest.mark.parametrize("neighbours", [0, 2])
-async def test_replies_are_read_in_any_order(serve: Any, connect: Any, settled: Any, neighbours: int) -> None:
+@pytest.mark.ring(handler=answer, **RESERVE)
+async def test_replies_are_read_in_any_order(ring: Ring, connect: Any, neighbours: int) -> None:
     """Those that were not read, and those that are kept, hold a share of the reserve; the rest is copied out of it."""
-    ring = await serve(answer, **RESERVE)
     client, others = await connect(), [await connect() for _ in range(neighbours)]
     submissions = [await client.submit(1) for _ in range(30)]
     replies = [await asyncio.wait_for(submission.result(), 60) for submission in reversed(submissions)]
@@ -62,15 +65,11 @@ async def test_replies_are_read_in_any_order(serve: Any, connect: Any, settled: 
     del replies
     for one in (client, *others):
         await one.close()
-    await settled(ring)
 
 
-async def test_a_stream_that_nobody_reads_keeps_no_other_reply_from_its_client(
-    serve: Any, connect: Any, eventually: Any, settled: Any
-) -> None:
+@pytest.mark.ring(handler=answer, **RESERVE)
+async def test_a_stream_that_nobody_reads_keeps_no_other_reply_from_its_client(ring: Ring, client: Client) -> None:
     """It holds its own handler up, so that what its client copies is bounded; then it goes on, and nothing is lost."""
-    ring = await serve(answer, **RESERVE)
-    client = await connect()
     streams = [await client.submit(20) for _ in range(8)]
     await eventually(lambda: ring.statistics().replies_waiting == len(streams))
     for _ in range(10):
@@ -86,16 +85,11 @@ async def test_a_stream_that_nobody_reads_keeps_no_other_reply_from_its_client(
                 numbers.append(reply["n"])
                 del reply
         assert numbers == list(range(20))
-    await client.close()
-    await settled(ring)
 
 
-async def test_cancelled_tasks_that_keep_their_submissions_keep_nothing_from_later_requests(
-    serve: Any, connect: Any, eventually: Any, settled: Any
-) -> None:
+@pytest.mark.ring(handler=answer, **RESERVE)
+async def test_cancelled_tasks_that_keep_their_submissions_keep_nothing_from_later_requests(ring: Ring, client: Client) -> None:
     """As ``gather(return_exceptions=True)`` keeps them: with their errors, the frames of these, and what lies in those."""
-    ring = await serve(answer, **RESERVE)
-    client = await connect()
 
     async def ask(count: int) -> None:
         submission = await client.submit(count)
@@ -113,17 +107,11 @@ async def test_cancelled_tasks_that_keep_their_submissions_keep_nothing_from_lat
     await client.close()
 
 
-async def test_who_is_cancelled_while_it_waits_for_the_result_aborts_the_request(
-    serve: Any, connect: Any, eventually: Any
-) -> None:
-    ring, client = await serve(), await connect()
-    submission = await client.submit("x")
-    claim = await ring.claim()
+async def test_who_is_cancelled_while_it_waits_for_the_result_aborts_the_request(ring: Ring, client: Client) -> None:
+    submission, claim = await claimed(ring, client, "x")
     result = asyncio.create_task(submission.result())
     await asyncio.sleep(0)
-    result.cancel()
-    await asyncio.wait([result])
-    assert result.cancelled()
+    assert await cancel(result)
     assert submission.ended
     await eventually(lambda: claim.aborted)
     claim.release()
@@ -131,10 +119,7 @@ async def test_who_is_cancelled_while_it_waits_for_the_result_aborts_the_request
         await submission.result()
 
 
-async def test_who_is_cancelled_between_the_reply_and_the_end_aborts_the_request(
-    serve: Any, connect: Any, eventually: Any
-) -> None:
-    ring, client = await serve(), await connect()
+async def test_who_is_cancelled_between_the_reply_and_the_end_aborts_the_request(ring: Ring, client: Client) -> None:
     submission = await client.submit("x")
     with await ring.claim() as claim:
         await claim.reply("almost")
@@ -145,8 +130,7 @@ async def test_who_is_cancelled_between_the_reply_and_the_end_aborts_the_request
         await eventually(lambda: claim.aborted)
 
 
-async def test_a_request_that_fails_after_its_reply_has_failed(serve: Any, connect: Any, eventually: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_a_request_that_fails_after_its_reply_has_failed(ring: Ring, client: Client) -> None:
     submission = await client.submit("x")
     result = asyncio.create_task(submission.result())
     claim = await ring.claim()
@@ -157,24 +141,10 @@ async def test_a_request_that_fails_after_its_reply_has_failed(serve: Any, conne
         await result
 
 
-@pytest.mark.parametrize("step", ["next", "wait"])
-async def test_who_is_cancelled_while_it_waits_for_a_step_may_wait_again(serve: Any, connect: Any, step: str) -> None:
-    ring, client = await serve(), await connect()
-    submission = await client.submit("x")
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.001):
-            await getattr(submission, step)()
-    with await ring.claim() as claim:
-        await claim.reply("late")
-    assert await submission.result() == "late"
-
-
 # -- places ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_handlers_that_wait_for_a_slow_reader_keep_no_place_from_others(
-    serve: Any, connect: Any, eventually: Any, settled: Any
-) -> None:
+async def test_handlers_that_wait_for_a_slow_reader_keep_no_place_from_others(serve: Any, connect: Any) -> None:
     """And when they go on, no more of them work at a time than may."""
     working = most = 0
 
@@ -204,13 +174,10 @@ async def test_handlers_that_wait_for_a_slow_reader_keep_no_place_from_others(
 
     assert await asyncio.wait_for(asyncio.gather(*map(read, streams)), 60) == [10] * 12
     assert most <= 2
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancel(running)
 
 
-async def test_a_handler_that_gave_up_waiting_to_reply_takes_a_place_with_its_next_reply(
-    serve: Any, connect: Any, eventually: Any
-) -> None:
+async def test_a_handler_that_gave_up_waiting_to_reply_takes_a_place_with_its_next_reply(serve: Any, connect: Any) -> None:
     gave_up, goes_on, is_back = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def handle(claim: shmring.Claim) -> None:
@@ -231,14 +198,12 @@ async def test_a_handler_that_gave_up_waiting_to_reply_takes_a_place_with_its_ne
     stream = await careless.submit("careless")
     await other.submit("other")
     await eventually(lambda: ring.statistics().running == 2 and gave_up.is_set())
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns(20)
     assert not is_back.is_set(), "the other one has the only place"
     goes_on.set()
     await asyncio.wait_for(is_back.wait(), 60)
     stream.abort()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancel(running)
 
 
 async def test_those_that_return_take_a_place_before_those_that_come() -> None:
@@ -291,8 +256,7 @@ async def test_a_place_that_comes_to_a_handler_that_was_cancelled_just_now_is_an
     waiting = asyncio.create_task(places.take())
     await asyncio.sleep(0)
     places.give_back()
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
+    await cancel(waiting)
     assert places._free == 1
 
 
@@ -315,7 +279,7 @@ async def test_a_place_that_comes_when_its_handler_has_ended_is_another_ones() -
 
 
 async def test_the_log_says_which_client_takes_no_replies_and_not_all_the_time(
-    serve: Any, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(waits, "_SILENCE_S", 0.0)
     monkeypatch.setattr(waits, "_LOOK_S", 0.001)
@@ -383,7 +347,7 @@ def test_who_takes_no_reply_for_5_s_is_named_and_then_once_a_minute() -> None:
         said_s.append(life.loop.now_s)
         return "all of it"
 
-    watching = waits.Waits(life, describe, lambda _: None)  # type: ignore[arg-type]
+    watching = waits.Waits(life, describe, lambda _: None)
     with watching.of(waiting_reply()):
         life.loop.pass_until(130.0)
     assert len(said_s) == 3
@@ -393,9 +357,9 @@ def test_who_takes_no_reply_for_5_s_is_named_and_then_once_a_minute() -> None:
 
 async def test_a_reply_that_waits_comes_first_again_after_a_rest() -> None:
     told: list[bool] = []
-    watching = waits.Waits(Life(), str, told.append)  # type: ignore[arg-type]
+    watching = waits.Waits(Life(), str, told.append)
     for _ in range(2):
-        with watching.of(object()):  # type: ignore[arg-type]
+        with watching.of(object()):
             assert watching._timer is not None
             watching._timer.cancel()
             watching._look()
@@ -407,7 +371,7 @@ def test_a_reply_that_waits_lets_others_pass_but_for_a_moment_now_and_then() -> 
     """Whether others may pass, and since when: it comes first for 50 ms of each second."""
     told: list[tuple[float, bool]] = []
     life = Life()
-    watching = waits.Waits(life, str, lambda may: told.append((life.loop.now_s, may)))  # type: ignore[arg-type]
+    watching = waits.Waits(life, str, lambda may: told.append((life.loop.now_s, may)))
     with watching.of(waiting_reply()):
         life.loop.pass_until(2.06)
     seconds, may_pass = zip(*told, strict=True)

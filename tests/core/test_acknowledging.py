@@ -76,10 +76,10 @@ class Ends:
         struct.pack_into("<Q", self.page, AT_WANT, sequence)
 
     def wanted(self) -> int:
-        return struct.unpack_from("<Q", self.page, AT_WANT)[0]  # type: ignore[no-any-return]
+        return struct.unpack_from("<Q", self.page, AT_WANT)[0]
 
     def stamp(self, place: int) -> int:
-        return struct.unpack_from("<Q", self.page, AT_STAMPS + 8 * place)[0]  # type: ignore[no-any-return]
+        return struct.unpack_from("<Q", self.page, AT_STAMPS + 8 * place)[0]
 
 
 @pytest.fixture

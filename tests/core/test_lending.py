@@ -146,12 +146,12 @@ def test_nobody_waits_beside_idle_memory_for_what_does_not_come(seed: int) -> No
 
 def make_books() -> tuple[ClientBook, ClientBook]:
     common = {"client_id": 1, "max_leases": 8, "lease_nbytes": 4 * BLOCK_NBYTES, "lease_idle_s": 5.0}
-    host = ClientBookLimits(leasable_nbytes=12 * BLOCK_NBYTES, **common)  # type: ignore[arg-type]
+    host = ClientBookLimits(leasable_nbytes=12 * BLOCK_NBYTES, **common)
     device = ClientBookLimits(
         leasable_nbytes=16 * BLOCK_NBYTES,
         memory=DEVICE_MEMORY,
         first_block=START,
-        **common,  # type: ignore[arg-type]
+        **common,
     )
     return ClientBook(host), ClientBook(device)
 

@@ -46,7 +46,7 @@ def test_what_is_logged_is_as_by_pythons_own_logger(caplog: pytest.LogCaptureFix
         logger.exception("it failed")
     logger.debug("nobody wants to know this")
     said, failed = caplog.records
-    assert (said.name, said.levelname, said.getMessage(), said.request_id) == (  # type: ignore[attr-defined]
+    assert (said.name, said.levelname, said.getMessage(), said.request_id) == (
         *("shmring.another", "WARNING", "client 3 has gone"),
         "mine",
     )

@@ -221,7 +221,7 @@ def plain(message: Any) -> list[Any]:
 
 
 def tag_of(kind: type) -> object:
-    return inspect.type_info(kind).tag  # type: ignore[attr-defined] # of a message
+    return inspect.type_info(kind).tag  # of a message
 
 
 def changed(fields: list[Any], index: int, value: Any) -> list[Any]:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from shmring import Client, Ring
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteError
+from tests.waiting import cancel, turns
 
 _LARGER_THAN_INLINE = torch.zeros(64 << 10, dtype=torch.uint8)
 
 
-async def test_tasks_take_what_is_awaited(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_tasks_take_what_is_awaited(ring: Ring, client: Client) -> None:
     async with asyncio.TaskGroup() as group:
         claiming = group.create_task(ring.claim())
         submitting = group.create_task(client.submit([1]))
@@ -29,8 +30,7 @@ async def test_tasks_take_what_is_awaited(serve: Any, connect: Any) -> None:
         await asyncio.wait_for(submitting.result().next(), 5)
 
 
-async def test_asyncio_takes_it_for_a_coroutine(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_asyncio_takes_it_for_a_coroutine(ring: Ring, client: Client) -> None:
     submission = await client.submit([1])
     for awaited in (
         ring.claim(),
@@ -48,8 +48,7 @@ async def test_asyncio_takes_it_for_a_coroutine(serve: Any, connect: Any) -> Non
     assert client.statistics().submitted == 1
 
 
-async def test_nothing_happens_before_it_is_awaited(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_nothing_happens_before_it_is_awaited(ring: Ring, client: Client) -> None:
     submitting = client.submit([1])
     acquiring = client.slot(64 << 10)
     assert client.statistics().submitted == 0
@@ -63,9 +62,7 @@ async def test_nothing_happens_before_it_is_awaited(serve: Any, connect: Any) ->
         assert ring.statistics().running == 1
 
 
-async def test_who_forgets_to_await_is_warned(serve: Any, connect: Any) -> None:
-    await serve()
-    client = await connect()
+async def test_who_forgets_to_await_is_warned(client: Client) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         client.submit([1])
@@ -75,10 +72,8 @@ async def test_who_forgets_to_await_is_warned(serve: Any, connect: Any) -> None:
     assert all("was never awaited" in str(warning.message) for warning in caught)
 
 
-async def test_an_object_that_is_used_again_has_nothing_of_what_it_was(serve: Any, connect: Any) -> None:
+async def test_an_object_that_is_used_again_has_nothing_of_what_it_was(client: Client) -> None:
     """More than are kept, at a time and one after the other."""
-    await serve()
-    client = await connect()
     named = [client.submit([number], request_id=f"request {number}") for number in range(40)]
     assert [(await submitting).name for submitting in named] == [f"request {number}" for number in range(40)]
     del named
@@ -86,19 +81,7 @@ async def test_an_object_that_is_used_again_has_nothing_of_what_it_was(serve: An
         assert (await client.submit([number])).name == ""
 
 
-async def test_it_happens_once(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
-    submitting = client.submit([1])
-    await submitting
-    with pytest.raises(RuntimeError, match="was awaited already"):
-        await submitting
-    with await ring.claim() as claim:
-        assert claim.payload == [1]
-    assert client.statistics().submitted == 1
-
-
-async def test_what_is_cancelled_before_its_first_step_has_taken_nothing(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_what_is_cancelled_before_its_first_step_has_taken_nothing(ring: Ring, client: Client) -> None:
     await client.submit([1])
     slots = client.statistics().slots_writing
     tasks = [asyncio.ensure_future(each) for each in (ring.claim(), client.slot(64 << 10), client.submit([2]))]
@@ -111,38 +94,21 @@ async def test_what_is_cancelled_before_its_first_step_has_taken_nothing(serve: 
         assert claim.payload == [1]
 
 
-async def test_what_is_cancelled_while_it_waits_takes_nothing(serve: Any, connect: Any, eventually: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_what_is_cancelled_while_it_waits_takes_nothing(ring: Ring, client: Client) -> None:
     claiming = asyncio.ensure_future(ring.claim())
     await asyncio.sleep(0)
-    claiming.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await claiming
+    assert await cancel(claiming)
     submission = await client.submit([1])
-    reading = asyncio.ensure_future(submission.next())
-    await asyncio.sleep(0)
-    reading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reading
+    for wait in (submission.next, submission.wait):
+        waiting = asyncio.ensure_future(wait())
+        await asyncio.sleep(0)
+        assert await cancel(waiting)
     with await ring.claim() as claim:
         await claim.reply("here")
     assert await submission.next() == "here"
 
 
-async def test_two_tasks_can_not_wait_for_one_request(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
-    submission = await client.submit([1])
-    first = asyncio.ensure_future(submission.next())
-    await asyncio.sleep(0)
-    with pytest.raises(Exception, match="is waited for by two tasks"):
-        await submission.next()
-    with await ring.claim() as claim:
-        await claim.reply("here")
-    assert await first == "here"
-
-
-async def test_who_waits_for_the_end_gets_no_reply_of_it(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_who_waits_for_the_end_gets_no_reply_of_it(ring: Ring, client: Client) -> None:
     submission = await client.submit([1])
     waiting = asyncio.ensure_future(submission.wait())
     with await ring.claim() as claim:
@@ -156,8 +122,7 @@ async def test_who_waits_for_the_end_gets_no_reply_of_it(serve: Any, connect: An
     assert await submission.next() == "here"
 
 
-async def test_who_waits_for_the_end_hears_how_it_came(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_who_waits_for_the_end_hears_how_it_came(ring: Ring, client: Client) -> None:
     failing, aborted, given_up = [await client.submit([number]) for number in range(3)]
     waiting = [asyncio.ensure_future(submission.wait()) for submission in (failing, aborted, given_up)]
     await asyncio.sleep(0)
@@ -180,8 +145,7 @@ async def test_who_waits_for_the_end_hears_how_it_came(serve: Any, connect: Any)
     await asyncio.wait_for(given_up.wait(), 5)
 
 
-async def test_an_error_that_ends_the_waiting_reaches_who_waits(serve: Any, connect: Any) -> None:
-    ring = await serve()
+async def test_an_error_that_ends_the_waiting_reaches_who_waits(ring: Ring, connect: Any) -> None:
     claiming = asyncio.ensure_future(ring.claim())
     iterating = asyncio.ensure_future(anext(ring))
     await asyncio.sleep(0)
@@ -196,17 +160,14 @@ async def test_an_error_that_ends_the_waiting_reaches_who_waits(serve: Any, conn
         await anext(ring)
 
 
-async def test_an_error_in_a_slots_block_leaves_the_slot(serve: Any, connect: Any) -> None:
-    await serve()
-    client = await connect()
+async def test_an_error_in_a_slots_block_leaves_the_slot(client: Client) -> None:
     with pytest.raises(ZeroDivisionError):
         async with client.slot(64 << 10):
             _ = 1 / 0
     assert client.statistics().slots_writing == 0
 
 
-async def test_claims_are_taken_together(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_claims_are_taken_together(ring: Ring, client: Client) -> None:
     for number in range(5):
         await client.submit([number, _LARGER_THAN_INLINE])
     taken = []
@@ -227,8 +188,7 @@ async def test_claims_are_taken_together(serve: Any, connect: Any) -> None:
         ring.claim_many(0)
 
 
-async def test_claim_many_does_not_overtake_an_earlier_claim(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_claim_many_does_not_overtake_an_earlier_claim(ring: Ring, client: Client) -> None:
     first, second = asyncio.ensure_future(ring.claim()), asyncio.ensure_future(ring.claim_many(9))
     await asyncio.sleep(0)
     for number in range(3):
@@ -241,22 +201,7 @@ async def test_claim_many_does_not_overtake_an_earlier_claim(serve: Any, connect
         claim.done()
 
 
-async def test_who_was_cancelled_waits_no_more(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
-    submission = await client.submit([1])
-    for wait in (submission.next, submission.wait):
-        waiting = asyncio.create_task(wait())
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-    with await ring.claim() as claim:
-        await claim.reply([2])
-    assert await submission.next() == [2]
-
-
-async def test_what_was_waited_for_is_nobodys_but_its_callers(serve: Any, connect: Any, turns: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_what_was_waited_for_is_nobodys_but_its_callers(ring: Ring, client: Client) -> None:
     claiming = asyncio.create_task(ring.claim())
     await turns()
     assert not claiming.done()
@@ -268,9 +213,7 @@ async def test_what_was_waited_for_is_nobodys_but_its_callers(serve: Any, connec
     assert gone() is None
 
 
-async def test_a_submission_keeps_nothing_of_its_payload(serve: Any, connect: Any) -> None:
-    await serve()
-    client = await connect()
+async def test_a_submission_happens_once_and_keeps_nothing_of_its_payload(client: Client) -> None:
     tensor = torch.zeros(64 << 10, dtype=torch.uint8)
     submitting = client.submit([tensor])
     await submitting
@@ -279,3 +222,4 @@ async def test_a_submission_keeps_nothing_of_its_payload(serve: Any, connect: An
     assert gone() is None
     with pytest.raises(RuntimeError, match="was awaited already"):
         await submitting
+    assert client.statistics().submitted == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -14,17 +14,11 @@ import torch
 import shmring
 from shmring.cancellation import uninterrupted
 from tests.sessions import session_of
-
-pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+from tests.waiting import eventually, hold, settled, turns
 
 
 def tensor(nbytes: int, value: int = 1) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8)
-
-
-async def turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 async def echo(claim: shmring.Claim) -> None:
@@ -39,20 +33,20 @@ async def slow() -> str:
     return "slow"
 
 
-@pytest.fixture
-async def ring(serve: Any, monkeypatch: pytest.MonkeyPatch) -> shmring.Ring:
-    # Copies leave the loop early, so that a cancellation can hit one.
-    monkeypatch.setattr("shmring.ring.limits.COPY_OFFLOAD_NBYTES", 20_000)
-    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 2)
-    return await serve(echo, slab_nbytes="512KiB", reply_nbytes="64KiB", calls={"slow": slow})  # type: ignore[no-any-return]
-
-
-@pytest.fixture
-async def client(ring: shmring.Ring, connect: Any, settled: Any) -> AsyncIterator[shmring.Client]:
-    client = await connect(copy_offload_nbytes=20_000, lease_idle_s=600.0)
-    yield client
-    await client.close()
-    await settled(ring)
+# Copies leave the loop early, so that a cancellation can hit one.
+pytestmark = [
+    pytest.mark.both_loops,
+    pytest.mark.filterwarnings("error::ResourceWarning"),
+    pytest.mark.ring(
+        handler=echo,
+        slab_nbytes="512KiB",
+        reply_nbytes="64KiB",
+        calls={"slow": slow},
+        COPY_OFFLOAD_NBYTES=20_000,
+        MAX_CALLS=2,
+    ),
+    pytest.mark.client(copy_offload_nbytes=20_000, lease_idle_s=600.0),
+]
 
 
 def holds_nothing(client: shmring.Client) -> bool:
@@ -110,7 +104,7 @@ OPERATIONS: list[Callable[[shmring.Client], Awaitable[None]]] = [
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-async def test_cancelled_one_step_later_each_time(client: shmring.Client, eventually: Any, operation: Any) -> None:
+async def test_cancelled_one_step_later_each_time(client: shmring.Client, operation: Any) -> None:
     for steps in range(316):
         task = asyncio.create_task(operation(client))
         await turns(min(steps, 300))
@@ -130,7 +124,7 @@ async def test_cancelled_one_step_later_each_time(client: shmring.Client, eventu
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-async def test_timed_out_one_step_later_each_time(client: shmring.Client, eventually: Any, operation: Any) -> None:
+async def test_timed_out_one_step_later_each_time(client: shmring.Client, operation: Any) -> None:
     """A timeout that fires while the result is on its way: it is either, and never half of both."""
     for delay in range(0, 3000, 150):
         with contextlib.suppress(TimeoutError):
@@ -141,7 +135,7 @@ async def test_timed_out_one_step_later_each_time(client: shmring.Client, eventu
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_storm(client: shmring.Client, ring: shmring.Ring, connect: Any, eventually: Any, seed: int) -> None:
+async def test_a_storm(client: shmring.Client, ring: shmring.Ring, connect: Any, seed: int) -> None:
     """Hundreds of tasks on two clients, a random half cancelled or aborted at random moments; the rest are right."""
     random_ = random.Random(seed)
     clients = [client, await connect(copy_offload_nbytes=20_000, lease_idle_s=600.0)]
@@ -197,12 +191,9 @@ async def test_a_storm(client: shmring.Client, ring: shmring.Ring, connect: Any,
     await eventually(lambda: all(holds_nothing(each) for each in clients))
     assert ring.statistics().protocol_errors == 0
     assert all(each.statistics().stale_releases == 0 for each in clients)
-    await clients[1].close()
 
 
-async def test_cancelling_the_first_waiter_passes_its_turn_on(
-    client: shmring.Client, eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelling_the_first_waiter_passes_its_turn_on(client: shmring.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shmring.memory.slots._MOMENT_S", 1000.0)  # it lets nobody pass by itself
     blocker = await client.slot(400_000)
     first = asyncio.create_task(_slot(client, 400_000))
@@ -215,7 +206,7 @@ async def test_cancelling_the_first_waiter_passes_its_turn_on(
     blocker.close()
 
 
-async def test_cancelling_a_waiter_whose_turn_has_just_come_passes_it_on(client: shmring.Client, eventually: Any) -> None:
+async def test_cancelling_a_waiter_whose_turn_has_just_come_passes_it_on(client: shmring.Client) -> None:
     for steps in range(8):
         blocker = await client.slot(400_000)
         first, second = (asyncio.create_task(_slot(client, 400_000)) for _ in range(2))
@@ -229,7 +220,7 @@ async def test_cancelling_a_waiter_whose_turn_has_just_come_passes_it_on(client:
 
 
 async def test_what_a_cancelled_waiter_passes_on_is_said_after_what_was_said_before(
-    client: shmring.Client, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    client: shmring.Client, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine is asked for what the second needs, and then, as that needs nothing any more, for what the third needs."""
     blockers = [await client.slot(50_000), await client.slot(50_000)]
@@ -238,7 +229,6 @@ async def test_what_a_cancelled_waiter_passes_on_is_said_after_what_was_said_bef
     first, second, third = (asyncio.create_task(_slot(client, nbytes)) for nbytes in (50_000, 40_000, 200_000))
     await eventually(lambda: client.statistics().waiting == 3)
     session = session_of(client)
-    assert session is not None
     granted = session.host_slots.granted
 
     def cancel_and_grant(grant: Any) -> None:
@@ -257,9 +247,7 @@ async def test_what_a_cancelled_waiter_passes_on_is_said_after_what_was_said_bef
 
 
 @pytest.mark.parametrize("how", ["cancelled", "aborted", "answered twice"])
-async def test_the_error_of_a_request_does_not_keep_the_reply_that_had_come(
-    serve: Any, connect: Any, eventually: Any, how: str
-) -> None:
+async def test_the_error_of_a_request_does_not_keep_the_reply_that_had_come(serve: Any, connect: Any, how: str) -> None:
     go_on = asyncio.Event()
 
     async def handle(claim: shmring.Claim) -> None:
@@ -287,20 +275,13 @@ async def _slot(client: shmring.Client, nbytes: int) -> None:
         slot.tensor((1,), torch.uint8)
 
 
-async def test_a_request_that_waits_for_the_engine_to_read_can_be_cancelled(
-    serve: Any,
-    connect: Any,
-    eventually: Any,
-    settled: Any,
-    turns: Any,
-    hold: Any,
-) -> None:
+async def test_a_request_that_waits_for_the_engine_to_read_can_be_cancelled(serve: Any, connect: Any) -> None:
     ring = await serve(echo, name="deaf", message_ring_nbytes="128KiB")
     client = await connect("deaf")
     frontend = next(iter(ring._shell._frontends.values()))
     read_on = hold(frontend.link)
     requests = [asyncio.create_task(client.request({"x": tensor(10), "t": "x" * 30_000})) for _ in range(40)]
-    await eventually(lambda: not session_of(client).link.can_write)  # type: ignore[union-attr]
+    await eventually(lambda: not session_of(client).link.can_write)
     await turns()
     with pytest.raises(shmring.WouldBlock, match="slowly"):
         client.submit_nowait({"x": 1})

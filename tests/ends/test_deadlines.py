@@ -13,16 +13,22 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.client.deadlines import Deadlines
 from tests.tables import for_each
+from tests.waiting import cancel
+
+
+@pytest.fixture
+async def deadlines() -> Deadlines:
+    return Deadlines()
 
 
 def nothing() -> str:
     return "nothing"
 
 
-async def test_each_is_over_in_its_own_time() -> None:
-    deadlines = Deadlines()
+async def test_each_is_over_in_its_own_time(deadlines: Deadlines) -> None:
     loop = asyncio.get_running_loop()
     ended: list[float] = []
 
@@ -47,9 +53,7 @@ async def test_time_that_is_over_already_ends_the_first_wait(timeout: float) -> 
 
 
 @pytest.mark.both_loops
-async def test_one_whose_time_is_over_already_harms_no_other() -> None:
-    deadlines = Deadlines()
-
+async def test_one_whose_time_is_over_already_harms_no_other(deadlines: Deadlines) -> None:
     async def wait_long_enough() -> None:
         with deadlines.within(5, nothing):
             await asyncio.sleep(0)
@@ -60,31 +64,25 @@ async def test_one_whose_time_is_over_already_harms_no_other() -> None:
     await other
 
 
-async def test_who_needs_no_wait_is_not_late() -> None:
-    deadlines = Deadlines()
+async def test_who_needs_no_wait_is_not_late(deadlines: Deadlines) -> None:
     with deadlines.within(5, nothing):
         pass
     with deadlines.within(None, nothing):
         await asyncio.sleep(0)
-    assert asyncio.current_task().cancelling() == 0  # type: ignore[union-attr]
+    assert asyncio.current_task().cancelling() == 0
 
 
-async def test_a_cancellation_from_outside_stays_one() -> None:
-    deadlines = Deadlines()
-
+async def test_a_cancellation_from_outside_stays_one(deadlines: Deadlines) -> None:
     async def wait() -> None:
         with deadlines.within(5, nothing):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(wait())
     await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    assert await cancel(task)
 
 
-async def test_the_inner_of_two_does_not_end_the_outer() -> None:
-    deadlines = Deadlines()
+async def test_the_inner_of_two_does_not_end_the_outer(deadlines: Deadlines) -> None:
     with deadlines.within(5, nothing):
         with pytest.raises(TimeoutError, match=r"0\.01 s"), deadlines.within(0.01, nothing):
             await asyncio.Event().wait()
@@ -108,8 +106,7 @@ def scheduled(loop: Any) -> int:
     return sum(not timer.cancelled() for timer in loop._scheduled)
 
 
-async def test_what_is_over_is_counted_until_it_has_gone() -> None:
-    deadlines = Deadlines()
+async def test_what_is_over_is_counted_until_it_has_gone(deadlines: Deadlines) -> None:
     with deadlines.within(1000, nothing):
         for _ in range(500):
             with deadlines.within(500, nothing):
@@ -122,9 +119,7 @@ async def test_what_is_over_is_counted_until_it_has_gone() -> None:
     assert (deadlines._over, deadlines._heap) == (0, [])
 
 
-async def test_an_entry_that_is_over_keeps_nothing_of_its_caller() -> None:
-    deadlines = Deadlines()
-
+async def test_an_entry_that_is_over_keeps_nothing_of_its_caller(deadlines: Deadlines) -> None:
     class Caller:
         def waits_for(self) -> str:
             return "a reply"
@@ -157,9 +152,7 @@ async def test_a_timer_that_goes_off_a_little_early_is_in_time(monkeypatch: pyte
         await task
 
 
-async def test_a_cancellation_that_comes_with_the_end_of_the_time_stays_one() -> None:
-    deadlines = Deadlines()
-
+async def test_a_cancellation_that_comes_with_the_end_of_the_time_stays_one(deadlines: Deadlines) -> None:
     async def wait() -> None:
         with deadlines.within(1000, nothing):
             await asyncio.Event().wait()
@@ -173,8 +166,7 @@ async def test_a_cancellation_that_comes_with_the_end_of_the_time_stays_one() ->
     assert task.cancelling() == 1
 
 
-async def test_what_is_over_is_not_kept_until_its_time() -> None:
-    deadlines = Deadlines()
+async def test_what_is_over_is_not_kept_until_its_time(deadlines: Deadlines) -> None:
     with deadlines.within(1000, nothing):
         for _ in range(1000):
             with deadlines.within(500, nothing):
@@ -184,9 +176,8 @@ async def test_what_is_over_is_not_kept_until_its_time() -> None:
         await asyncio.Event().wait()
 
 
-async def test_a_request_that_waits_for_space_says_so(serve: Any, connect: Any) -> None:
-    await serve(slab_nbytes="1MiB")
-    client = await connect()
+@pytest.mark.ring(slab_nbytes="1MiB")
+async def test_a_request_that_waits_for_space_says_so(client: Client) -> None:
     async with client.slot(600_000):
         with pytest.raises(TimeoutError, match=r"0\.05 s it was given: space: \d+ of the \d+ bytes .* callers hold 1 slots"):
             await client.request(torch.zeros(600_000, dtype=torch.uint8), timeout=0.05)
@@ -200,9 +191,8 @@ async def test_a_request_that_waits_for_space_says_so(serve: Any, connect: Any) 
     del view
 
 
-async def test_who_waits_for_space_that_kept_contents_have_is_told_what_to_leave(serve: Any, connect: Any) -> None:
-    await serve(slab_nbytes="4MiB", kept_nbytes="2MiB", reply_nbytes="64KiB")
-    client = await connect()
+@pytest.mark.ring(slab_nbytes="4MiB", kept_nbytes="2MiB", reply_nbytes="64KiB")
+async def test_who_waits_for_space_that_kept_contents_have_is_told_what_to_leave(client: Client) -> None:
     pinned = [await client.keep(bytes([number]) * 32, torch.zeros(600_000, dtype=torch.uint8)) for number in range(3)]
     with pytest.raises(TimeoutError, match=r"free, 3 kept contents are pinned \(leave what find\(\) and keep\(\)") as caught:
         await client.slot(3_000_000, timeout=0.05)
@@ -216,9 +206,7 @@ async def test_who_waits_for_space_that_kept_contents_have_is_told_what_to_leave
         pass
 
 
-async def test_a_timeout_is_a_number_and_that_is_said_before_anything_happens(serve: Any, connect: Any) -> None:
-    ring = await serve()
-    client = await connect()
+async def test_a_timeout_is_a_number_and_that_is_said_before_anything_happens(ring: Ring, client: Client) -> None:
     wrong: Any = "5s"
     attempts: list[Callable[[], Any]] = [
         lambda: client.request(1, timeout=wrong),
@@ -230,13 +218,12 @@ async def test_a_timeout_is_a_number_and_that_is_said_before_anything_happens(se
         with pytest.raises(TypeError, match="timeout is a number of seconds, or None, not '5s'"):
             await attempt()
     assert ring.statistics().submitted == 0
-    async with client.slot(1000, timeout=np.float32(5)):  # type: ignore[arg-type]  # no float, and a number
+    async with client.slot(1000, timeout=np.float32(5)):  # no float, and a number
         pass
 
 
-async def test_a_request_that_waits_for_its_turn_says_so(serve: Any, connect: Any) -> None:
-    await serve(max_inflight=2)
-    client = await connect()
+@pytest.mark.ring(max_inflight=2)
+async def test_a_request_that_waits_for_its_turn_says_so(client: Client) -> None:
     for _ in range(2):
         await client.submit("in flight")
     with pytest.raises(TimeoutError, match="its turn: 2 requests are in flight"):

@@ -14,9 +14,12 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.client.session import Session
 from shmring.core.dropped import give_back_soon
+from tests.claiming import claimed
 from tests.sessions import session_of
+from tests.waiting import eventually
 
 
 @pytest.fixture
@@ -33,20 +36,15 @@ async def what_was_dropped_came_back() -> None:
     await came_back.wait()
 
 
-async def test_a_slot_that_is_dropped_comes_back(serve: Any, connect: Any, eventually: Any, dropped: Any) -> None:
-    await serve()
-    client = await connect()
+async def test_a_slot_that_is_dropped_comes_back(client: Client, dropped: Any) -> None:
     with dropped("a slot of 65536 bytes was dropped before it was left"):
         await client.slot(65536)
         gc.collect()
         await eventually(lambda: client.statistics().slots_in_use == 0)
 
 
-async def test_a_slot_that_is_dropped_is_kept_as_long_as_it_is_viewed(
-    serve: Any, connect: Any, eventually: Any, dropped: Any
-) -> None:
-    await serve(slab_nbytes="1MiB")
-    client = await connect()
+@pytest.mark.ring(slab_nbytes="1MiB")
+async def test_a_slot_that_is_dropped_is_kept_as_long_as_it_is_viewed(client: Client, dropped: Any) -> None:
     with dropped("a slot of .* was dropped"):
         view = (await client.slot(600_000)).tensor((600_000,), torch.uint8)
         gc.collect()
@@ -58,9 +56,7 @@ async def test_a_slot_that_is_dropped_is_kept_as_long_as_it_is_viewed(
     await eventually(lambda: client.statistics().slots_in_use == 0)
 
 
-async def test_a_slot_that_another_thread_drops_comes_back(serve: Any, connect: Any, eventually: Any, dropped: Any) -> None:
-    await serve()
-    client = await connect()
+async def test_a_slot_that_another_thread_drops_comes_back(client: Client, dropped: Any) -> None:
     slots = [await client.slot(65536)]
     with dropped("a slot of .* was dropped"):
         dropping = threading.Thread(target=slots.clear)
@@ -69,8 +65,7 @@ async def test_a_slot_that_another_thread_drops_comes_back(serve: Any, connect: 
         await eventually(lambda: client.statistics().slots_in_use == 0)
 
 
-async def test_a_claim_that_is_dropped_fails_its_request(serve: Any, connect: Any, eventually: Any, dropped: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_a_claim_that_is_dropped_fails_its_request(ring: Ring, client: Client, dropped: Any) -> None:
     submission = await client.submit({"x": torch.zeros(20_000)})
     with dropped("request 1 was dropped before its claim was left"):
         assert (await ring.claim()).payload["x"].numel() == 20_000
@@ -80,12 +75,8 @@ async def test_a_claim_that_is_dropped_fails_its_request(serve: Any, connect: An
     await eventually(lambda: ring.statistics().slots_in_use == ring.statistics().running == 0)
 
 
-async def test_a_claim_that_was_aborted_and_is_dropped_gives_its_slots_back(
-    serve: Any, connect: Any, eventually: Any, dropped: Any
-) -> None:
-    ring, client = await serve(), await connect()
-    submission = await client.submit({"x": torch.zeros(20_000)})
-    claim = await ring.claim()
+async def test_a_claim_that_was_aborted_and_is_dropped_gives_its_slots_back(ring: Ring, client: Client, dropped: Any) -> None:
+    submission, claim = await claimed(ring, client, {"x": torch.zeros(20_000)})
     submission.abort()
     await eventually(lambda: ring.statistics().aborted == 1)
     assert claim.aborted
@@ -96,7 +87,7 @@ async def test_a_claim_that_was_aborted_and_is_dropped_gives_its_slots_back(
     assert ring.statistics().failed == 0
 
 
-async def test_replies_that_nobody_reads_come_back(serve: Any, connect: Any, eventually: Any, dropped: Any) -> None:
+async def test_replies_that_nobody_reads_come_back(serve: Any, connect: Any, dropped: Any) -> None:
     async def answer(claim: shmring.Claim) -> None:
         await claim.reply(torch.zeros(5_000))
 
@@ -118,9 +109,8 @@ async def test_replies_that_nobody_reads_come_back(serve: Any, connect: Any, eve
     ],
 )
 async def test_a_request_that_is_dropped_says_what_was_missed(
-    handled: str, text: str, serve: Any, connect: Any, eventually: Any, dropped: Any
+    handled: str, text: str, ring: Ring, client: Client, dropped: Any
 ) -> None:
-    ring, client = await serve(), await connect()
     with dropped(text):
         await client.submit("x")
         with await ring.claim() as claim:
@@ -134,7 +124,7 @@ async def test_a_request_that_is_dropped_says_what_was_missed(
 
 
 async def test_a_request_that_was_sent_for_what_the_engine_does_goes_on_without_a_word(
-    serve: Any, connect: Any, warned: list[warnings.WarningMessage], eventually: Any
+    serve: Any, connect: Any, warned: list[warnings.WarningMessage]
 ) -> None:
     done: list[str] = []
     ring, client = await serve(), await connect()
@@ -150,7 +140,7 @@ async def test_a_request_that_was_sent_for_what_the_engine_does_goes_on_without_
 
 @pytest.mark.parametrize("left", ["result", "next", "wait", "stream", "abort"])
 async def test_a_request_whose_end_was_seen_warns_of_nothing(
-    left: str, serve: Any, connect: Any, warned: list[warnings.WarningMessage], eventually: Any
+    left: str, serve: Any, connect: Any, warned: list[warnings.WarningMessage]
 ) -> None:
     async def fail(claim: shmring.Claim) -> None:
         raise KeyError("a model")
@@ -177,9 +167,7 @@ async def test_a_request_whose_end_was_seen_warns_of_nothing(
 
 
 @pytest.mark.parametrize("when", ["sent", "replied to"])
-async def test_a_request_that_is_dropped_in_flight_ends(
-    when: str, serve: Any, connect: Any, eventually: Any, dropped: Any
-) -> None:
+async def test_a_request_that_is_dropped_in_flight_ends(when: str, serve: Any, connect: Any, dropped: Any) -> None:
     """Its replies would keep the reserve, for which the engine waits before it can end the request."""
 
     async def answer(claim: shmring.Claim) -> None:
@@ -230,9 +218,7 @@ async def test_a_request_that_is_read_late_is_not_taken_for_dropped(
     assert warned == []
 
 
-async def test_the_warning_says_where_it_was_made(serve: Any, connect: Any, eventually: Any) -> None:
-    await serve()
-    client = await connect()
+async def test_the_warning_says_where_it_was_made(client: Client) -> None:
     tracemalloc.start()
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -241,13 +227,13 @@ async def test_the_warning_says_where_it_was_made(serve: Any, connect: Any, even
             gc.collect()
             await eventually(lambda: client.statistics().slots_in_use == 0)
         [warning] = caught
-        assert __file__ in warnings._formatwarnmsg(warning)  # type: ignore[attr-defined]
+        assert __file__ in warnings._formatwarnmsg(warning)
     finally:
         tracemalloc.stop()
 
 
 async def test_a_finaliser_that_leaves_what_was_dropped_with_it_is_in_time(
-    serve: Any, connect: Any, warned: list[warnings.WarningMessage], eventually: Any
+    serve: Any, connect: Any, warned: list[warnings.WarningMessage]
 ) -> None:
     """In a cycle, the collector may run the claim's own finaliser first."""
 
@@ -270,9 +256,7 @@ async def test_a_finaliser_that_leaves_what_was_dropped_with_it_is_in_time(
     assert ring.statistics().slots_in_use == 0
 
 
-async def test_what_is_left_properly_warns_of_nothing(
-    serve: Any, connect: Any, warned: list[warnings.WarningMessage], eventually: Any
-) -> None:
+async def test_what_is_left_properly_warns_of_nothing(serve: Any, connect: Any, warned: list[warnings.WarningMessage]) -> None:
     async def answer(claim: shmring.Claim) -> None:
         await claim.reply(claim.payload)
 

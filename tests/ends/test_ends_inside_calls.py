@@ -19,6 +19,8 @@ import pytest
 import torch
 
 import shmring
+from tests.claiming import claimed
+from tests.waiting import cancel, eventually, hold, settled, turns
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(60)]
 
@@ -298,15 +300,11 @@ def link_of(ring: shmring.Ring) -> Any:
 
 
 async def cancelled(replying: asyncio.Task[None]) -> None:
-    replying.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await replying
+    assert await cancel(replying)
 
 
 @pytest.mark.parametrize("then", ["replies again", "leaves", "has left"])
-async def test_a_reply_that_is_cancelled_before_it_was_sent_was_none(
-    serve: Any, join_here: Any, hold: Any, turns: Any, then: str
-) -> None:
+async def test_a_reply_that_is_cancelled_before_it_was_sent_was_none(serve: Any, join_here: Any, then: str) -> None:
     ring = await serve(**OPTIONS)
     worker = await join_here()
     long, gathering = (asyncio.ensure_future(ring.gather(payload)) for payload in ("long", "short"))
@@ -337,9 +335,7 @@ async def test_a_reply_that_is_cancelled_before_it_was_sent_was_none(
             await asyncio.wait_for(gathering, 10)
 
 
-async def test_a_long_reply_that_is_cancelled_in_the_middle_arrives_whole(
-    serve: Any, join_here: Any, hold: Any, turns: Any
-) -> None:
+async def test_a_long_reply_that_is_cancelled_in_the_middle_arrives_whole(serve: Any, join_here: Any) -> None:
     ring = await serve(**OPTIONS)
     worker = await join_here()
     for number in range(2):
@@ -354,9 +350,7 @@ async def test_a_long_reply_that_is_cancelled_in_the_middle_arrives_whole(
     assert ring.statistics().protocol_errors == 0
 
 
-async def test_nobody_hears_of_a_reply_that_was_cancelled_in_the_middle_and_then_failed(
-    serve: Any, join_here: Any, hold: Any, turns: Any
-) -> None:
+async def test_nobody_hears_of_a_reply_that_was_cancelled_in_the_middle_and_then_failed(serve: Any, join_here: Any) -> None:
     ring = await serve(**OPTIONS)
     worker = await join_here()
     reported: list[dict[str, Any]] = []
@@ -377,9 +371,7 @@ async def test_nobody_hears_of_a_reply_that_was_cancelled_in_the_middle_and_then
     assert reported == []
 
 
-async def test_who_closes_in_the_middle_of_a_reply_fails_its_gather_and_convicts_nobody(
-    serve: Any, join_here: Any, hold: Any, turns: Any
-) -> None:
+async def test_who_closes_in_the_middle_of_a_reply_fails_its_gather_and_convicts_nobody(serve: Any, join_here: Any) -> None:
     ring = await serve(**OPTIONS)
     worker = await join_here()
     gathering = asyncio.ensure_future(ring.gather("?"))
@@ -402,9 +394,7 @@ async def test_who_closes_in_the_middle_of_a_reply_fails_its_gather_and_convicts
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("how", ["reply_nowait", "reply", "done"])
 @pytest.mark.parametrize("end", ["done", "fail", "abort"])
-async def test_a_reply_whose_code_ends_its_request_is_not_sent(
-    serve: Any, connect: Any, turns: Any, how: str, end: str
-) -> None:
+async def test_a_reply_whose_code_ends_its_request_is_not_sent(serve: Any, connect: Any, how: str, end: str) -> None:
     """Its frontend would take a reply after the end for a breach of the rules, and its other requests would die."""
     ring, client = await serve(), await connect()
     submission, other = await client.submit("x"), await client.submit("y")
@@ -436,7 +426,7 @@ async def test_a_reply_whose_code_ends_its_request_is_not_sent(
     assert client.connected
 
 
-async def test_a_reply_whose_code_ends_its_request_waits_for_no_space(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_a_reply_whose_code_ends_its_request_waits_for_no_space(serve: Any, connect: Any) -> None:
     ring, client = await serve(reply_nbytes="64KiB"), await connect()
     submissions = [await client.submit("x"), await client.submit("y")]
     claim, other = await ring.claim(), await ring.claim()
@@ -450,8 +440,7 @@ async def test_a_reply_whose_code_ends_its_request_waits_for_no_space(serve: Any
 
 async def test_an_end_of_a_claim_says_no_more_though_its_caller_does_not_look(serve: Any, connect: Any) -> None:
     ring, client = await serve(), await connect()
-    await client.submit("x")
-    claim = await ring.claim()
+    _, claim = await claimed(ring, client, "x")
     end = ring._shell.end
     packed = end.pack_reply(claim, "late")
     claim.done()
@@ -460,7 +449,7 @@ async def test_an_end_of_a_claim_says_no_more_though_its_caller_does_not_look(se
             send(claim, packed, None)
 
 
-async def test_a_request_that_is_aborted_while_it_is_decoded_is_not_handed_out(serve: Any, connect: Any, settled: Any) -> None:
+async def test_a_request_that_is_aborted_while_it_is_decoded_is_not_handed_out(serve: Any, connect: Any) -> None:
     class Step(msgspec.Struct):
         tensor: torch.Tensor
 
@@ -486,8 +475,7 @@ async def test_an_error_whose_text_can_not_be_had_ends_nothing_by_halves(serve: 
             raise ValueError("no text")
 
     ring, client = await serve(), await connect()
-    submission = await client.submit("x")
-    claim = await ring.claim()
+    submission, claim = await claimed(ring, client, "x")
     with pytest.raises(ValueError, match="no text"):
         claim.fail(Mute())
     claim.fail(KeyError("better"))

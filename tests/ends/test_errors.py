@@ -128,7 +128,7 @@ WAYS = {f"pickle protocol {number}": functools.partial(pickle.dumps, protocol=nu
 def test_an_error_crosses_a_process_with_all_that_it_says(error: Exception, way: str) -> None:
     error = copy.copy(error)
     error.add_note("seen in the third step")
-    error.tries = 2  # type: ignore[attr-defined]  # somebody's own
+    error.tries = 2  # somebody's own
     again = getattr(copy, way)(error) if way not in WAYS else pickle.loads(WAYS[way](error))  # noqa: S301 - our own
     assert again is not error
     assert (type(again), str(again), again.args, vars(again)) == (type(error), str(error), error.args, vars(error))

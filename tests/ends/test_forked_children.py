@@ -32,6 +32,7 @@ import torch
 
 import shmring
 from shmring import threads
+from tests.claiming import claimed
 from tests.nursery import Nursery
 from tests.tables import for_each
 
@@ -302,8 +303,7 @@ async def with_loops(options: dict[str, Any]) -> dict[tuple[type, str], str]:
         worker = await enter(shmring.join("forking", 0, **options))
         client = await enter(shmring.connect("forking", **options))
         routing = await enter(shmring.connect(["forking", "absent"], **options))
-        submission = await client.submit({"x": torch.ones(5000)}, request_id="named")
-        claim = await ring.claim()
+        submission, claim = await claimed(ring, client, {"x": torch.ones(5000)}, request_id="named")
         await claim.reply(torch.ones(5000))
         while not submission.has_replied:
             await asyncio.sleep(0)

@@ -14,7 +14,9 @@ import torch
 
 import shmring
 import shmring.client.session
-from tests.sessions import session_of
+from shmring import Client, Ring
+from tests.sessions import let_die, session_of
+from tests.waiting import eventually, hold, settled, turns
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.timeout(60)]
 
@@ -23,17 +25,13 @@ async def echo(claim: shmring.Claim) -> None:
     await claim.reply(claim.payload)
 
 
-def quarantined(ring: shmring.Ring) -> int:
+def quarantined(ring: Ring) -> int:
     return ring.statistics().quarantined_nbytes
 
 
 @pytest.mark.parametrize("drain", [False, True])
 @pytest.mark.parametrize("is_viewed", [False, True])
-async def test_a_slot_comes_back_when_it_is_left(
-    serve: Any, connect: Any, settled: Any, turns: Any, drain: bool, is_viewed: bool
-) -> None:
-    ring = await serve()
-    client = await connect()
+async def test_a_slot_comes_back_when_it_is_left(ring: Ring, client: Client, drain: bool, is_viewed: bool) -> None:
     async with client.slot(50_000, drain=drain) as slot:
         view = slot.tensor((50_000,), torch.uint8)
         await client.close()
@@ -47,47 +45,36 @@ async def test_a_slot_comes_back_when_it_is_left(
         assert quarantined(ring) > 0, "a view that lives may still be written to"
         assert view.sum() == 350_000
         del view
-    await settled(ring)
 
 
-async def test_a_slot_that_is_dropped_comes_back(serve: Any, connect: Any, settled: Any, turns: Any) -> None:
-    ring = await serve()
-    client = await connect()
+async def test_a_slot_that_is_dropped_comes_back(ring: Ring, client: Client) -> None:
     slot = await client.slot(50_000)
     await client.close()
     await turns()
     assert quarantined(ring) > 0
     del slot
-    await settled(ring)
 
 
-async def test_closing_with_a_slot_in_use_loses_no_slab(serve: Any, connect: Any, settled: Any) -> None:
-    ring = await serve(slab_nbytes="1MiB")
+@pytest.mark.ring(slab_nbytes="1MiB")
+async def test_closing_with_a_slot_in_use_loses_no_slab(ring: Ring, connect: Any) -> None:
     for _ in range(20):
         client = await connect()
         async with asyncio.timeout(10), client.slot(400_000):
             await client.close()
-    await settled(ring)
 
 
-async def test_a_reply_comes_back_when_its_last_view_dies(serve: Any, connect: Any, settled: Any, turns: Any) -> None:
-    ring = await serve(echo, reply_nbytes="256KiB")
-    client = await connect()
+@pytest.mark.ring(handler=echo, reply_nbytes="256KiB")
+async def test_a_reply_comes_back_when_its_last_view_dies(ring: Ring, client: Client) -> None:
     reply = await client.request({"x": torch.ones(10_000)})
     await client.close()
     await turns()
     assert ring.statistics().reply_free_nbytes < ring.statistics().reply_nbytes
     assert reply["x"].sum() == 10_000
     reply.clear()
-    await settled(ring)
 
 
 @pytest.mark.parametrize("is_viewed", [False, True])
-async def test_kept_content_is_unpinned_when_it_is_viewed_no_more(
-    serve: Any, connect: Any, eventually: Any, turns: Any, is_viewed: bool
-) -> None:
-    ring = await serve()
-    client = await connect()
+async def test_kept_content_is_unpinned_when_it_is_viewed_no_more(ring: Ring, client: Client, is_viewed: bool) -> None:
     kept = await client.keep(b"k" * 32, {"x": torch.ones(10_000)})
     view = kept.payload["x"] if is_viewed else None
     await client.close()
@@ -101,7 +88,7 @@ async def test_kept_content_is_unpinned_when_it_is_viewed_no_more(
     assert ring.statistics().kept == 1
 
 
-async def test_it_comes_back_though_its_loop_has_ended(serve: Any, socket_dir: Path, settled: Any) -> None:
+async def test_it_comes_back_though_its_loop_has_ended(serve: Any, socket_dir: Path) -> None:
     async def use() -> tuple[Any, Any]:
         async with shmring.connect("test", lease_nbytes="64KiB", socket_dir=str(socket_dir)) as client:
             slot = await client.slot(50_000)
@@ -116,10 +103,8 @@ async def test_it_comes_back_though_its_loop_has_ended(serve: Any, socket_dir: P
     await settled(ring)
 
 
-async def test_a_forked_child_keeps_nothing_back(serve: Any, connect: Any, settled: Any) -> None:
+async def test_a_forked_child_keeps_nothing_back(ring: Ring, client: Client) -> None:
     """It has the socket, too, but neither the mapping nor the views."""
-    ring = await serve()
-    client = await connect()
     slot = await client.slot(50_000)
     await client.close()
     pid = os.fork()
@@ -135,9 +120,8 @@ async def test_a_forked_child_keeps_nothing_back(serve: Any, connect: Any, settl
 
 
 async def test_the_end_of_a_socket_proves_nothing_if_the_goodbye_did_not_say_so(
-    serve: Any, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    ring: Ring, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring = await serve()
     says = shmring.client.session.Goodbye
     held = []
     for says_so in (False, True):
@@ -155,12 +139,12 @@ async def test_the_end_of_a_socket_proves_nothing_if_the_goodbye_did_not_say_so(
         slot.close()
     await eventually(lambda: quarantined(ring) < held[1])  # so whoever takes the first socket's end for a proof had the time
     assert quarantined(ring) == held[0]
+    let_die(ring)
 
 
 async def test_bells_before_the_goodbye_and_bytes_behind_it_are_no_end(
-    serve: Any, connect: Any, settled: Any, turns: Any, monkeypatch: pytest.MonkeyPatch
+    ring: Ring, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring = await serve()
     sockets = []
     hand_on = shmring.client.session.Session._hand_socket_on
 
@@ -183,12 +167,12 @@ async def test_bells_before_the_goodbye_and_bytes_behind_it_are_no_end(
     assert quarantined(ring) > 0, "who sends what is no bell is not believed any more"
     for connected in sockets:
         connected.close()
+    let_die(ring)
 
 
-async def test_a_goodbye_that_finds_no_room_ends_the_connection(serve: Any, connect: Any, eventually: Any, hold: Any) -> None:
+@pytest.mark.ring(message_ring_nbytes="16KiB")
+async def test_a_goodbye_that_finds_no_room_ends_the_connection(ring: Ring, client: Client) -> None:
     """The engine never reads what is named. So the socket must end, and proves nothing."""
-    ring = await serve(message_ring_nbytes="16KiB")
-    client = await connect()
     slot = await client.slot(50_000)
     submission = await client.submit("x")
     (await ring.claim()).done()
@@ -202,20 +186,18 @@ async def test_a_goodbye_that_finds_no_room_ends_the_connection(serve: Any, conn
     await eventually(lambda: ring.statistics().clients == 0)
     slot.close()
     assert quarantined(ring) > 0
+    let_die(ring)
 
 
-async def test_a_ring_may_close_while_a_frontend_still_uses_what_it_named(serve: Any, connect: Any) -> None:
-    ring = await serve()
-    client = await connect()
+async def test_a_ring_may_close_while_a_frontend_still_uses_what_it_named(ring: Ring, client: Client) -> None:
     slot = await client.slot(50_000)
     await client.close()
     await ring.close()
     slot.close()
 
 
-async def test_a_slot_of_a_blocking_client_comes_back_when_it_is_left(serve: Any, socket_dir: Path, settled: Any) -> None:
+async def test_a_slot_of_a_blocking_client_comes_back_when_it_is_left(ring: Ring, socket_dir: Path) -> None:
     """Its loop has ended, so nobody carries out what leaving it asks for."""
-    ring = await serve()
     connect = functools.partial(shmring.threads.connect, "test", lease_nbytes="64KiB", socket_dir=str(socket_dir))
     client = await asyncio.to_thread(connect)
     slot = await asyncio.to_thread(client.slot, 50_000)
@@ -234,6 +216,6 @@ async def test_a_slot_of_a_blocking_client_comes_back_when_it_is_left(serve: Any
     await asyncio.wait_for(_unpinned(ring), 10)
 
 
-async def _unpinned(ring: shmring.Ring) -> None:
+async def _unpinned(ring: Ring) -> None:
     while ring.statistics().kept_pinned or quarantined(ring):
         await asyncio.sleep(0.002)

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.core.messages import Refused, encode_message
-from tests.sessions import session_of
+from tests.sessions import let_die, session_of
 
 pytestmark = pytest.mark.both_loops
 
 
-def refuse(ring: shmring.Ring) -> None:
+def refuse(ring: Ring) -> None:
     """The engine says to its only client that it is closing. The client has not heard it yet."""
     [frontend] = ring._shell._frontends.values()
     assert frontend.link.writer.write(encode_message(Refused("closing")))
@@ -60,10 +61,9 @@ SIZES = [100, 1 << 16, 1 << 20, 20_000_000]
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("call", ["request", "stream", "submit", "submit_nowait", "slot", "keep"])
-async def test_a_call_that_hears_of_the_end_says_so(serve: Any, connect: Any, call: str, nbytes: int) -> None:
-    ring = await serve(**LARGE)
-    client = await connect()
-    payload = {"x": bytes_of(nbytes)}
+@pytest.mark.ring(**LARGE)
+async def test_a_call_that_hears_of_the_end_says_so(ring: Ring, connect: Any, call: str, nbytes: int) -> None:
+    client, payload = await connect(), {"x": bytes_of(nbytes)}  # whose link is awake
 
     async def make() -> None:
         if call == "stream":
@@ -86,29 +86,28 @@ async def test_a_call_that_hears_of_the_end_says_so(serve: Any, connect: Any, ca
     refuse(ring)
     with pytest.raises(shmring.EngineDeadError):
         await make_twice()
+    let_die(ring)
 
 
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("nbytes", SIZES)
-async def test_a_call_that_waits_for_its_turn_hears_of_the_end(serve: Any, connect: Any, nbytes: int) -> None:
+@pytest.mark.ring(max_inflight=1, **LARGE)
+async def test_a_call_that_waits_for_its_turn_hears_of_the_end(ring: Ring, client: Client, nbytes: int) -> None:
     """Where as many requests are in flight as may be, a call looks for the end of one of them first."""
-    ring = await serve(max_inflight=1, **LARGE)
-    client = await connect()
     await client.submit(1)
     refuse(ring)
     with pytest.raises(shmring.EngineDeadError):
         await client.submit({"x": bytes_of(nbytes)})
+    let_die(ring)
 
 
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("call", ["submit", "submit_nowait", "keep"])
+@pytest.mark.ring(**LARGE)
 async def test_code_that_runs_while_a_payload_is_encoded_may_end_the_session(
-    serve: Any, connect: Any, call: str, nbytes: int
+    ring: Ring, client: Client, call: str, nbytes: int
 ) -> None:
-    ring = await serve(**LARGE)
-    client = await connect()
-
     def end() -> None:
         refuse(ring)
         session_of(client).link.poll()
@@ -123,12 +122,11 @@ async def test_code_that_runs_while_a_payload_is_encoded_may_end_the_session(
 
     with pytest.raises((shmring.EngineDeadError, shmring.ClosedError)):
         await make()
+    let_die(ring)
 
 
-async def test_code_that_runs_while_a_payload_is_encoded_may_send_another_one(serve: Any, connect: Any) -> None:
+async def test_code_that_runs_while_a_payload_is_encoded_may_send_another_one(ring: Ring, client: Client) -> None:
     """Each payload has its own list of slots that it lies in."""
-    ring = await serve()
-    client = await connect()
     slots = [client.slot_nowait(64) for _ in range(3)]
     views = [slot.tensor((64,), torch.uint8).fill_(number) for number, slot in enumerate(slots)]
     inner: list[shmring.Submission] = []
@@ -148,9 +146,7 @@ async def test_code_that_runs_while_a_payload_is_encoded_may_send_another_one(se
         slot.close()
 
 
-async def test_code_that_runs_while_a_payload_is_encoded_may_leave_a_slot_of_it(serve: Any, connect: Any) -> None:
-    ring = await serve()
-    client = await connect()
+async def test_code_that_runs_while_a_payload_is_encoded_may_leave_a_slot_of_it(ring: Ring, client: Client) -> None:
     slot = client.slot_nowait(4096)
     view = slot.tensor((4096,), torch.uint8).fill_(7)
     submission = await client.submit(calling(slot.close, first=view))
@@ -184,10 +180,8 @@ class Extent:
 @pytest.mark.parametrize("what", ["leaves", "ends"])
 @pytest.mark.parametrize("make", ["tensor", "array"])
 async def test_a_shape_may_leave_its_slot_or_end_the_session(
-    serve: Any, connect: Any, shape: Callable[[Callable[[], object]], Any], what: str, make: str
+    ring: Ring, client: Client, shape: Callable[[Callable[[], object]], Any], what: str, make: str
 ) -> None:
-    ring = await serve()
-    client = await connect()
     slot = client.slot_nowait(4096)
 
     def end() -> None:
@@ -197,13 +191,12 @@ async def test_a_shape_may_leave_its_slot_or_end_the_session(
 
     with pytest.raises((shmring.ClosedError, shmring.EngineDeadError)):
         getattr(slot, make)(shape(slot.close if what == "leaves" else end), torch.uint8 if make == "tensor" else "u1")
+    let_die(ring)
 
 
 @pytest.mark.one_loop
-async def test_a_shape_is_read_once(serve: Any, connect: Any) -> None:
+async def test_a_shape_is_read_once(client: Client) -> None:
     """Also where the tensor is not of the common kind: without content, or of too many bytes."""
-    await serve()
-    client = await connect()
     with client.slot_nowait(4096) as slot:
         assert slot.tensor((extent for extent in (0, 3)), torch.uint8).shape == (0, 3)
         assert slot.tensor(iter([4, 0, 5]), torch.float32).shape == (4, 0, 5)

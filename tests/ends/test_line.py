@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from shmring.line import Place, WaitingLine, give
+from tests.garbage import uncollected
 from tests.tables import for_each
 
 pytestmark = pytest.mark.both_loops
@@ -156,8 +156,7 @@ async def test_an_error_holds_no_frames_with_it(ending: Callable[[Place[str]], o
         weakref.finalize(tensor, died.append, True)
         return asyncio.create_task(send(tensor))
 
-    gc.disable()
-    try:
+    with uncollected():
         task = await begin()
         await asyncio.sleep(0)
         ending(next(iter(line)))
@@ -166,5 +165,3 @@ async def test_an_error_holds_no_frames_with_it(ending: Callable[[Place[str]], o
         del task, raised
         await asyncio.sleep(0)
         assert died == [True]
-    finally:
-        gc.enable()

@@ -97,7 +97,7 @@ async def is_well(ends: Ends) -> None:
     ring = ends.ring
     for client in (ends.client, ends.several):
         while True:
-            request = asyncio.ensure_future(client.request("again", timeout=10))  # type: ignore[attr-defined]
+            request = asyncio.ensure_future(client.request("again", timeout=10))
             with contextlib.suppress(shmring.AbortedError):
                 with await ring.claim() as claim:
                     is_ours = claim.payload == "again"

@@ -38,7 +38,7 @@ def test_each_check_of_a_server_says_what_it_finds_also_if_it_raises() -> None:
         yield from parameters_differ([(server.send, ["self", "timeout"]), (server.send, ["request"])])
 
     def _missing(server: type[Server]) -> Iterator[str]:
-        yield from uses_are_missing([(server.receive, ["decode"])])  # type: ignore[attr-defined]
+        yield from uses_are_missing([(server.receive, ["decode"])])
 
     def uses(server: type[Server]) -> Iterator[str]:
         yield from uses_are_missing([(server.send, ["encode", "decode"])])

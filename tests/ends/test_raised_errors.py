@@ -19,6 +19,8 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring, Worker
+from tests.waiting import cancel, eventually, hold, turns
 
 PACKAGE = Path(shmring.__file__).parent
 
@@ -43,21 +45,18 @@ def raised_errors() -> list[str]:
     return lines
 
 
-async def join(socket_dir: Path) -> shmring.Worker:
+async def join(socket_dir: Path) -> Worker:
     return await shmring.join("test", 0, socket_dir=str(socket_dir))
 
 
-async def test_ends_that_have_closed_keep_none(serve: Any, connect: Any, socket_dir: Path) -> None:
-    ring, client = await serve(), await connect()
+async def test_ends_that_have_closed_keep_none(ring: Ring, client: Client, socket_dir: Path) -> None:
     worker = await join(socket_dir)
     for end in (worker, client, ring):
         await end.close()
     assert raised_errors() == []
 
 
-async def test_a_client_that_has_closed_leaves_no_task(
-    serve: Any, connect: Any, turns: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_has_closed_leaves_no_task(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """``asyncio.run`` would cancel it, and what its caller has in hands then would be kept by the error."""
     mapped = threading.Event()
     monkeypatch.setattr("shmring.memory.slab.Slab.prefault", lambda *_: mapped.wait(10))
@@ -71,18 +70,16 @@ async def test_a_client_that_has_closed_leaves_no_task(
     assert asyncio.all_tasks() - before == set()
 
 
-async def test_a_client_that_was_closed_while_it_looked_for_an_engine_keeps_none(
-    serve: Any, connect: Any, eventually: Any
-) -> None:
-    ring, client = await serve(), await connect(reconnect=True, prefault=False)
+@pytest.mark.client(reconnect=True, prefault=False)
+async def test_a_client_that_was_closed_while_it_looked_for_an_engine_keeps_none(ring: Ring, client: Client) -> None:
     await ring.close()
     await eventually(lambda: not client.connected)
     await client.close()
     assert raised_errors() == []
 
 
-async def test_a_worker_keeps_none_of_a_reply_that_it_gave_up(serve: Any, socket_dir: Path, hold: Any, turns: Any) -> None:
-    ring = await serve(message_ring_nbytes="16KiB")
+@pytest.mark.ring(message_ring_nbytes="16KiB")
+async def test_a_worker_keeps_none_of_a_reply_that_it_gave_up(ring: Ring, socket_dir: Path) -> None:
     worker = await join(socket_dir)
     await ring.wait_workers(1)
     gathering = asyncio.ensure_future(ring.gather("?"))
@@ -103,7 +100,7 @@ async def test_a_worker_keeps_none_of_a_reply_that_it_gave_up(serve: Any, socket
 
 
 async def test_an_engine_keeps_none_of_a_memory_that_it_could_not_reserve(
-    serve: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    serve: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise shmring.SlabError("there is no memory")
@@ -112,17 +109,12 @@ async def test_an_engine_keeps_none_of_a_memory_that_it_could_not_reserve(
     ring = await serve()
     joining = asyncio.ensure_future(join(socket_dir))
     await eventually(lambda: ring.statistics().refused)
-    joining.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await joining
+    assert await cancel(joining)
     del joining
     await eventually(lambda: raised_errors() == [])  # the thread that raised it has it until its turn comes
 
 
-async def test_a_request_that_waited_for_any_engine_leaves_none(
-    serve: Any, socket_dir: Path, eventually: Any, turns: Any
-) -> None:
-    ring = await serve()
+async def test_a_request_that_waited_for_any_engine_leaves_none(ring: Ring, socket_dir: Path) -> None:
     # Mapping pages is cut short where the engine goes, on a thread, whose error lives for as long as that takes.
     client = await shmring.connect(["test", "other"], socket_dir=str(socket_dir), prefault=False)
     await ring.close()

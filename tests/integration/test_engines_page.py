@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import shmring
+from tests.waiting import eventually
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -36,9 +37,7 @@ shmring.Ring.drain = drain
 """
 
 
-async def test_the_example_runs_in_three_processes(
-    launch: Callable[..., Any], tmp_path: Path, socket_dir: Path, eventually: Any
-) -> None:
+async def test_the_example_runs_in_three_processes(launch: Callable[..., Any], tmp_path: Path, socket_dir: Path) -> None:
     engine, frontend, *_ = EXAMPLES
     (tmp_path / "engine.py").write_text(engine)
     (tmp_path / "frontend.py").write_text(frontend)

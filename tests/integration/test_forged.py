@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import shmring
+from shmring import Ring
 from shmring.core.compiled import GIVING_UP, RecordReader, RecordWriter
 from shmring.core.messages import (
     PROTOCOL_VERSION,
@@ -38,6 +39,7 @@ from shmring.transport.endpoint import attach_engine
 from shmring.transport.listener import socket_path
 from shmring.transport.rings import map_rings
 from tests.records import slot_extension, slot_header, submit_of, tensor_extension
+from tests.waiting import eventually
 
 TENSOR = tensor_extension(0, 0, 100, "uint8", (100,))
 
@@ -143,23 +145,23 @@ class Forger:
 
 
 @pytest.fixture
-async def ring(serve: Any, monkeypatch: pytest.MonkeyPatch) -> shmring.Ring:
+async def ring(serve: Any, monkeypatch: pytest.MonkeyPatch) -> Ring:
     async def answer(claim: shmring.Claim) -> None:
         await claim.reply(int(claim.payload["x"].sum()))
 
     monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 2)
-    ring: shmring.Ring = await serve(answer, name="honest", max_inflight=8)
+    ring: Ring = await serve(answer, name="honest", max_inflight=8)
     return ring
 
 
 @pytest.fixture
-async def forger(ring: shmring.Ring, socket_dir: Path) -> AsyncIterator[Forger]:
+async def forger(ring: Ring, socket_dir: Path) -> AsyncIterator[Forger]:
     forger = await Forger.attach(socket_dir)
     yield forger
     forger.close()
 
 
-def other_lease(forger: Forger, ring: shmring.Ring) -> dict[str, int]:
+def other_lease(forger: Forger, ring: Ring) -> dict[str, int]:
     """A lease of the honest client."""
     [lease] = [
         lease
@@ -170,7 +172,7 @@ def other_lease(forger: Forger, ring: shmring.Ring) -> dict[str, int]:
     return {"lease_id": lease.lease_id, "offset": lease.start * 4096}
 
 
-Forgery = Callable[[Forger, shmring.Ring], list[Any]]
+Forgery = Callable[[Forger, Ring], list[Any]]
 
 FORGERIES: dict[str, tuple[Forgery, str]] = {
     "a slot before its lease": (lambda f, r: [f.submit(f.slot(offset=f.lease.offset - 4096))], "not inside lease"),
@@ -277,7 +279,7 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("forgery", FORGERIES)
 async def test_a_forged_message_ends_its_connection_and_nothing_else(
-    ring: shmring.Ring, connect: Any, socket_dir: Path, forgery: str, eventually: Any
+    ring: Ring, connect: Any, socket_dir: Path, forgery: str
 ) -> None:
     client = await connect("honest")
     forger = await Forger.attach(socket_dir)
@@ -297,7 +299,7 @@ async def test_a_forged_message_ends_its_connection_and_nothing_else(
 
 
 async def test_what_a_frontend_says_of_itself_can_be_printed(
-    ring: shmring.Ring, socket_dir: Path, eventually: Any, caplog: pytest.LogCaptureFixture
+    ring: Ring, socket_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     path = socket_path("honest", str(socket_dir))
@@ -319,9 +321,7 @@ async def test_whatever_stands_in_the_slabs_header_others_attach_and_are_answere
 
 
 @pytest.mark.parametrize("damage", ["generation", "nbytes", "magic"])
-async def test_a_header_that_differs_from_its_descriptor_is_stale(
-    ring: shmring.Ring, forger: Forger, damage: str, eventually: Any
-) -> None:
+async def test_a_header_that_differs_from_its_descriptor_is_stale(ring: Ring, forger: Forger, damage: str) -> None:
     """Whoever has the slab may have written it: that fails its request, and convicts nobody."""
     submit = forger.submit(forger.slot())
     if damage == "magic":
@@ -353,7 +353,7 @@ async def test_a_header_that_differs_from_its_descriptor_is_stale(
     ],
     ids=["empty", "not msgpack", "unknown tag", "extra", "negative", "large", "deep", "http"],
 )
-async def test_what_is_no_message_ends_its_connection(ring: shmring.Ring, forger: Forger, record: bytes) -> None:
+async def test_what_is_no_message_ends_its_connection(ring: Ring, forger: Forger, record: bytes) -> None:
     await forger.send_record(record)
     *_, last = await forger.messages()
     assert isinstance(last, Refused)
@@ -375,9 +375,15 @@ TAIL, HEAD, LENGTH = 0, 64, 4096
     ],
 )
 async def test_a_count_that_cannot_be_true_ends_its_connection(
-    ring: shmring.Ring, connect: Any, forger: Forger, eventually: Any, ring_of: str, at: int, value: int, reason: str,
+    ring: Ring,
+    connect: Any,
+    forger: Forger,
+    ring_of: str,
+    at: int,
+    value: int,
+    reason: str,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     client = await connect("honest")
     memoryview(getattr(forger, ring_of))[at : at + 8] = value.to_bytes(8, "little")
     if ring_of == "incoming":  # the engine looks at it when the ring seems to be full, or it is to answer
@@ -392,7 +398,7 @@ async def test_a_count_that_cannot_be_true_ends_its_connection(
     ring._shell._book.check()
 
 
-async def test_a_length_that_cannot_be_true_ends_its_connection(ring: shmring.Ring, forger: Forger) -> None:
+async def test_a_length_that_cannot_be_true_ends_its_connection(ring: Ring, forger: Forger) -> None:
     memory = memoryview(forger.outgoing)
     memory[LENGTH : LENGTH + 4] = (2**16 + 1).to_bytes(4, "little")
     memory[TAIL : TAIL + 8] = (2**17).to_bytes(8, "little")
@@ -403,7 +409,7 @@ async def test_a_length_that_cannot_be_true_ends_its_connection(ring: shmring.Ri
 
 
 @pytest.mark.parametrize("data", [b"x", b"\0\0\2", b"GET / HTTP/1.1\r\n\r\n"])
-async def test_what_is_no_bell_ends_its_connection(ring: shmring.Ring, forger: Forger, data: bytes) -> None:
+async def test_what_is_no_bell_ends_its_connection(ring: Ring, forger: Forger, data: bytes) -> None:
     forger.ring(data)
     *_, last = await forger.messages()
     assert isinstance(last, Refused)
@@ -412,14 +418,14 @@ async def test_what_is_no_bell_ends_its_connection(ring: shmring.Ring, forger: F
     assert ring.statistics().quarantined_nbytes == forger.lease.nbytes
 
 
-async def test_who_gives_up_while_it_attaches_keeps_nothing(ring: shmring.Ring, forger: Forger) -> None:
+async def test_who_gives_up_while_it_attaches_keeps_nothing(ring: Ring, forger: Forger) -> None:
     forger.ring(GIVING_UP)
     assert await forger.messages() == []
     assert ring.statistics().protocol_errors == 0
     assert ring.statistics().quarantined_nbytes == 0
 
 
-async def test_nobody_can_truncate_what_the_engine_reads(ring: shmring.Ring, socket_dir: Path) -> None:
+async def test_nobody_can_truncate_what_the_engine_reads(ring: Ring, socket_dir: Path) -> None:
     path = socket_path("honest", str(socket_dir))
     engine = await attach_engine(path, Hello(PROTOCOL_VERSION, 65536, "forger"), frozenset({os.getuid()}))
     for fd in (*engine.ring_fds, engine.load_fd):
@@ -442,9 +448,7 @@ async def test_nobody_can_truncate_what_the_engine_reads(ring: shmring.Ring, soc
     ],
     ids=["not msgpack", "cut off", "followed", "no text", "in no region", "beyond its region"],
 )
-async def test_a_wrong_payload_in_a_slot_fails_its_request_and_nothing_else(
-    ring: shmring.Ring, forger: Forger, eventually: Any, data: bytes
-) -> None:
+async def test_a_wrong_payload_in_a_slot_fails_its_request_and_nothing_else(ring: Ring, forger: Forger, data: bytes) -> None:
     """Whoever has the slab may have written there: that convicts nobody."""
     slot = forger.slot(nbytes=100)
     forger.slab.bytes_at(forger.lease.offset + 64, 100)[: len(data)] = list(data)
@@ -457,7 +461,7 @@ async def test_a_wrong_payload_in_a_slot_fails_its_request_and_nothing_else(
 
 
 async def test_a_frontend_that_never_reads_is_disconnected(
-    serve: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    serve: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmring.ring.frontend._OTHER_UNREAD_NBYTES", 1 << 20)
     monkeypatch.setattr("shmring.ring.frontend._FAILED_NBYTES", 0)
@@ -479,9 +483,7 @@ async def test_a_frontend_that_never_reads_is_disconnected(
     forger.close()
 
 
-async def test_a_record_that_was_never_published_is_the_end_of_a_connection_and_no_error(
-    ring: shmring.Ring, socket_dir: Path, eventually: Any
-) -> None:
+async def test_a_record_that_was_never_published_is_the_end_of_a_connection_and_no_error(ring: Ring, socket_dir: Path) -> None:
     forger = await Forger.attach(socket_dir)
     memoryview(forger.outgoing)[LENGTH : LENGTH + 8] = b"\x40\0\0\0half"
     forger.close()

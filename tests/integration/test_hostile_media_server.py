@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.waiting import cancel
+
 pytestmark = pytest.mark.slow
 
 ATTACKERS = 20
@@ -170,8 +172,6 @@ async def health_while_all_are_busy(http: httpx.AsyncClient) -> None:
         await asyncio.sleep(0.05)
     assert ready.json()["error"]["code"] == "decoders_busy"
     assert "no decoder is free" in ready.json()["error"]["message"]
-    for attacker in attackers:
-        attacker.cancel()
-    await asyncio.gather(*attackers, return_exceptions=True)
+    await cancel(*attackers)
     await all_are_free(http, total=2)
     assert (await http.get("/ready")).status_code == 200

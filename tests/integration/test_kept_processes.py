@@ -15,6 +15,7 @@ import shmring
 from shmring.core.messages import Find, Found, Goodbye, Keep, NotKept, Refused, Release, SlotRef, Unpin
 from tests.integration.test_forged import Forger
 from tests.integration.test_process_death import statistics, until
+from tests.waiting import cancel, eventually
 
 Start = Callable[..., Any]
 
@@ -166,11 +167,11 @@ FORGERIES: dict[str, tuple[Callable[[Forger, SlotRef], list[Any]], str]] = {
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 async def test_a_forged_message_ends_its_connection_and_nothing_else(
-    ring: shmring.Ring, socket_dir: Path, eventually: Any, forgery: str
+    ring: shmring.Ring, socket_dir: Path, forgery: str
 ) -> None:
     async with shmring.connect("honest", socket_dir=str(socket_dir), lease_nbytes="64KiB") as client:
         with await client.keep(bytes(32 * [7]), {"x": torch.ones(5000, dtype=torch.uint8)}) as content:
-            found = content._pin.found  # type: ignore[union-attr]
+            found = content._pin.found
             forger = await Forger.attach(socket_dir)
             forge, reason = FORGERIES[forgery]
             await forger.send(*forge(forger, SlotRef(0, found.offset, found.nbytes, found.generation)))
@@ -185,7 +186,7 @@ async def test_a_forged_message_ends_its_connection_and_nothing_else(
         forger.close()
 
 
-async def test_endless_finds_of_one_frontend_delay_no_other(ring: shmring.Ring, socket_dir: Path, eventually: Any) -> None:
+async def test_endless_finds_of_one_frontend_delay_no_other(ring: shmring.Ring, socket_dir: Path) -> None:
     """Of a frontend that reads no answers: its backlog is bounded, and then it goes."""
     async with shmring.connect("honest", socket_dir=str(socket_dir), lease_nbytes="64KiB") as client:
         forger = await Forger.attach(socket_dir)
@@ -198,8 +199,7 @@ async def test_endless_finds_of_one_frontend_delay_no_other(ring: shmring.Ring, 
             )
             assert await client.find(number.to_bytes(32, "big")) is None or number == 0
         await eventually(lambda: flood.done() or ring.statistics().clients == 1, timeout=20)
-        flood.cancel()
-        await asyncio.gather(flood, return_exceptions=True)
+        await cancel(flood)
         forger.close()
         await eventually(lambda: ring.statistics().clients == 1)
 

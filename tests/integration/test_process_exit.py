@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.request_options import ForEngine
+from tests.claiming import claimed
 from tests.forked import in_child
 from tests.nursery import Nursery
 
@@ -47,13 +49,11 @@ def drive(coroutine: Coroutine[Any, Any, Any]) -> None:
         coroutine.close()
 
 
-async def test_a_forked_child_can_use_neither_end(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_a_forked_child_can_use_neither_end(ring: Ring, client: Client) -> None:
     """Not even by leaving their blocks: its parent's peer must not hear of it."""
-    ring, client = await serve(), await connect()
     slot = await client.slot(5000)
     submission = await client.submit({"x": torch.ones(5000)})
-    waiting = await client.submit("waiting")
-    claim = await ring.claim()
+    waiting, claim = await claimed(ring, client, "waiting")
     attempts = [
         lambda: client.submit_nowait(1),
         lambda: client.slot_nowait(1),
@@ -80,7 +80,7 @@ async def test_a_forked_child_can_use_neither_end(serve: Any, connect: Any, even
         claim.done()
         for end in (client, ring):
             drive(end.close())
-        for scheduled in list(asyncio.get_event_loop_policy().get_event_loop()._ready):  # type: ignore[attr-defined]
+        for scheduled in list(asyncio.get_event_loop_policy().get_event_loop()._ready):
             scheduled._run()
 
     in_child(as_child)

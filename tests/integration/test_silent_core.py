@@ -29,6 +29,7 @@ from shmring.engine.scheduler import SchedulerConfig
 from tests.engine.counting import Counter
 from tests.nursery import Forked, Nursery
 from tests.segments import own_name
+from tests.waiting import eventually
 
 NAME = own_name("core")
 NAMES = [f"{NAME}-0", f"{NAME}-1"]
@@ -83,7 +84,7 @@ async def encode(client: EngineClient) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", SIZES)
 async def test_a_core_serves_the_others_while_a_frontend_that_it_answers_is_stopped(
-    launch: Callable[..., Any], socket_dir: Path, eventually: Any, kind: str
+    launch: Callable[..., Any], socket_dir: Path, kind: str
 ) -> None:
     core = await EngineCore.create(
         NAME, Executor(), scheduler_config=SchedulerConfig(max_num_seqs=4), socket_dir=str(socket_dir), **RING
@@ -124,7 +125,7 @@ async def cores(nursery: Nursery, socket_dir: Path) -> AsyncIterator[list[Forked
         core.process.close()
 
 
-async def test_callers_of_a_stopped_core_wait_alone(cores: list[Forked], socket_dir: Path, eventually: Any) -> None:
+async def test_callers_of_a_stopped_core_wait_alone(cores: list[Forked], socket_dir: Path) -> None:
     """Its requests go on with it. One that is given up is given up at once."""
     lengths = [0] * 3
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import shmring
+from shmring import Ring
 from shmring.ring import inspection
+from tests.waiting import eventually
 
 LIMIT_S = 60  # which only a hang reaches
 NBYTES = 600_000  # more than a half of a lease
@@ -29,10 +30,10 @@ CROWDED: dict[str, Any] = {
 }
 
 
+@pytest.mark.ring(**CROWDED)
 async def test_nobody_waits_for_a_stopped_frontend_beside_idle_memory(
-    serve: Any, connect: Any, launch: Callable[..., Any], socket_dir: Path, settled: Any
+    ring: Ring, connect: Any, launch: Callable[..., Any], socket_dir: Path
 ) -> None:
-    ring = await serve(**CROWDED)
     stopped = launch("frontend", "write", "test", str(socket_dir))
     assert await stopped.said() == ["writing"]
     stopped.signal(signal.SIGSTOP)
@@ -47,14 +48,13 @@ async def test_nobody_waits_for_a_stopped_frontend_beside_idle_memory(
     for client in (*idle, *needy):
         await client.close()
     stopped.signal(signal.SIGKILL)
-    await settled(ring)
 
 
+@pytest.mark.ring(**(CROWDED | {"client_quota_nbytes": "3MiB"}))
 async def test_small_requests_go_on_while_a_large_one_waits_for_a_stopped_frontend(
-    serve: Any, connect: Any, launch: Callable[..., Any], socket_dir: Path, eventually: Any, settled: Any
+    ring: Ring, connect: Any, launch: Callable[..., Any], socket_dir: Path
 ) -> None:
     """The large one has nearly all of the slab set apart for it, and gives it up; it is served when the stopped one goes on."""
-    ring = await serve(**CROWDED | {"client_quota_nbytes": "3MiB"})
     stopped = launch("frontend", "idle", "test", str(socket_dir))
     assert await stopped.said() == ["idle"]
     stopped.signal(signal.SIGSTOP)
@@ -71,12 +71,11 @@ async def test_small_requests_go_on_while_a_large_one_waits_for_a_stopped_fronte
     for client in (large, *small):
         await client.close()
     stopped.signal(signal.SIGKILL)
-    await settled(ring)
 
 
-async def test_small_requests_go_on_beside_a_client_that_wants_more_than_it_gives_back(serve: Any, connect: Any) -> None:
+@pytest.mark.ring(**(CROWDED | {"client_quota_nbytes": "4MiB"}))
+async def test_small_requests_go_on_beside_a_client_that_wants_more_than_it_gives_back(ring: Ring, connect: Any) -> None:
     """It keeps a slot in the range that it waits for."""
-    await serve(**CROWDED | {"client_quota_nbytes": "4MiB"})
     large, small = [await connect(lease_nbytes=lease_nbytes) for lease_nbytes in ("1MiB", 4096)]
     held = await large.slot(NBYTES)
     waiting = asyncio.create_task(large.slot(LARGE_NBYTES))
@@ -87,9 +86,9 @@ async def test_small_requests_go_on_beside_a_client_that_wants_more_than_it_give
     (await asyncio.wait_for(waiting, LIMIT_S)).close()
 
 
-async def test_small_requests_go_on_beside_a_large_one_that_waits_for_what_a_handler_keeps(serve: Any, connect: Any) -> None:
+@pytest.mark.ring(**(CROWDED | {"client_quota_nbytes": "3MiB"}))
+async def test_small_requests_go_on_beside_a_large_one_that_waits_for_what_a_handler_keeps(ring: Ring, connect: Any) -> None:
     """The handler waits for whom it likes: for a reader that does not read, or for a worker."""
-    ring = await serve(**CROWDED | {"client_quota_nbytes": "3MiB"})
     keeping = await connect(lease_nbytes="1MiB")
     large, small = [await connect(lease_nbytes=4096) for _ in range(2)]
     submission = await keeping.submit(torch.zeros(NBYTES, dtype=torch.uint8))
@@ -104,11 +103,11 @@ async def test_small_requests_go_on_beside_a_large_one_that_waits_for_what_a_han
     (await asyncio.wait_for(waiting, LIMIT_S)).close()
 
 
+@pytest.mark.ring(handler=lambda claim: claim.reply("done"), **(CROWDED | {"client_quota_nbytes": "3MiB"}))
 async def test_callers_go_on_beside_a_large_one_of_their_own_client_that_waits_for_a_stopped_frontend(
-    serve: Any, connect: Any, launch: Callable[..., Any], socket_dir: Path, settled: Any
+    ring: Ring, connect: Any, launch: Callable[..., Any], socket_dir: Path
 ) -> None:
     """The stopped one's lease lies in the middle, so that no range is as large as what the large one wants."""
-    ring = await serve(lambda claim: claim.reply("done"), **CROWDED | {"client_quota_nbytes": "3MiB"})
     first = await connect(lease_nbytes="1MiB")
     stopped = launch("frontend", "write", "test", str(socket_dir))
     assert await stopped.said() == ["writing"]
@@ -124,7 +123,6 @@ async def test_callers_go_on_beside_a_large_one_of_their_own_client_that_waits_f
     assert await asyncio.wait_for(large, LIMIT_S) == "done"
     for each in (first, client):
         await each.close()
-    await settled(ring)
 
 
 async def test_the_log_says_who_does_not_answer(
@@ -132,7 +130,6 @@ async def test_the_log_says_who_does_not_answer(
     connect: Any,
     launch: Callable[..., Any],
     socket_dir: Path,
-    eventually: Any,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,4 +152,4 @@ async def test_the_log_says_who_does_not_answer(
     assert not waiting.done()
     silent.signal(signal.SIGKILL)
     (await asyncio.wait_for(waiting, LIMIT_S)).close()
-    assert isinstance(ring, shmring.Ring)
+    assert isinstance(ring, Ring)

@@ -14,6 +14,7 @@ import torch
 import shmring
 import shmring.threads
 from tests.segments import own_name
+from tests.waiting import cancel, eventually
 
 NAME = own_name("silent")
 NBYTES = {"small": 600, "large": 200_000}  # five of the large ones fill the reserve
@@ -43,7 +44,7 @@ async def run_batches(ring: shmring.Ring) -> None:
 @pytest.mark.parametrize("payload", NBYTES)
 @pytest.mark.parametrize("how", ["stops", "reads nothing"])
 async def test_nobody_waits_for_a_silent_frontend(
-    launch: Callable[..., Any], socket_dir: Path, how: str, payload: str, serving: Callable[..., Any], eventually: Any
+    launch: Callable[..., Any], socket_dir: Path, how: str, payload: str, serving: Callable[..., Any]
 ) -> None:
     async with shmring.serve(NAME, socket_dir=str(socket_dir), **OPTIONS) as ring:
         running = asyncio.create_task(serving(ring))
@@ -61,5 +62,4 @@ async def test_nobody_waits_for_a_silent_frontend(
         silent.signal(signal.SIGCONT if how == "stops" else signal.SIGUSR1)
         assert await silent.said() == ["read"]
         await silent.died()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel(running)

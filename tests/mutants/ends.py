@@ -23,7 +23,7 @@ FAULTS = (
             "what is cancelled by a throw does not give up what it has",
             "            self._inner = None\n            self.gave_up(type(error))\n            if type",
             "            self._inner = None\n            if type",
-            "tests/ends/test_awaiting.py::test_who_was_cancelled_waits_no_more",
+            "tests/ends/test_awaiting.py::test_what_is_cancelled_while_it_waits_takes_nothing",
         ),
         (
             "what fails while it waits does not give up what it has",
@@ -69,7 +69,7 @@ FAULTS = (
             "who keeps a submission keeps its payload",
             "payload, self.payload, self.client = self.payload, None, None",
             "payload = self.payload",
-            "tests/ends/test_awaiting.py::test_a_submission_keeps_nothing_of_its_payload",
+            "tests/ends/test_awaiting.py::test_a_submission_happens_once_and_keeps_nothing_of_its_payload",
         ),
         (
             "a slot of no bytes is refused",
@@ -140,7 +140,7 @@ FAULTS = (
             "one reply more may be unread than there may be",
             "if len(submission._replies) < MAX_UNREAD_REPLIES",
             "if len(submission._replies) <= MAX_UNREAD_REPLIES",
-            "tests/client/test_client.py::test_as_many_replies_as_may_be_are_kept",
+            "tests/client/test_client.py::test_as_many_replies_as_may_be_are_kept_unread",
         ),
         (
             "a reply's slot may have another generation",
@@ -176,7 +176,7 @@ FAULTS = (
             "replies to a request that has failed keep their slots",
             "if error is not None:\n            self._drop_replies()",
             "if False:\n            self._drop_replies()",
-            "tests/client/test_client.py::test_unread_replies_are_bounded",
+            "tests/client/test_client.py::test_as_many_replies_as_may_be_are_kept_unread",
         ),
         (
             "who waited for a request still does when it looks again",

@@ -416,8 +416,7 @@ if (helping)
             "memory whose last copy failed half way is used again after the other half",
             "stream = part.stream = consumer if",
             "stream = consumer if",
-            "tests/memory/test_upload.py::"
-            "test_a_copy_that_failed_half_way_on_the_consumers_stream_keeps_its_memory_until_the_other_half_is_over",
+            "tests/memory/test_upload.py::test_a_copy_that_failed_half_way_keeps_its_memory_until_the_other_half_is_over",
         ),
         guard(
             "a stream uses memory on a GPU behind its last owner",

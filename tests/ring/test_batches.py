@@ -13,6 +13,9 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
+from tests.claiming import claimed
+from tests.waiting import cancel, eventually, turns
 
 pytestmark = pytest.mark.both_loops
 
@@ -20,19 +23,17 @@ Handler = Callable[[list[shmring.Claim]], Awaitable[Sequence[object]]]
 
 
 @pytest.fixture
-async def batches(serve: Any) -> AsyncIterator[Callable[..., Awaitable[shmring.Ring]]]:
+async def batches(serve: Any) -> AsyncIterator[Callable[..., Awaitable[Ring]]]:
     """``await batches(handler, most, **options)``: a ring with a task that runs it in batches."""
     tasks: list[asyncio.Task[None]] = []
 
-    async def start(handler: Handler, most: int = 4, *, linger_s: float = 0.0, **options: Any) -> shmring.Ring:
-        ring: shmring.Ring = await serve(**options)
+    async def start(handler: Handler, most: int = 4, *, linger_s: float = 0.0, **options: Any) -> Ring:
+        ring: Ring = await serve(**options)
         tasks.append(asyncio.create_task(ring.run_batches(handler, most, linger_s=linger_s)))
         return ring
 
     yield start
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel(*tasks)
 
 
 # -- batches ---------------------------------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ async def test_what_has_come_is_one_batch(batches: Any, connect: Any) -> None:
     assert max(sizes) == 4
 
 
-async def test_tensors_go_both_ways_and_every_slot_comes_back(batches: Any, connect: Any, eventually: Any) -> None:
+async def test_tensors_go_both_ways_and_every_slot_comes_back(batches: Any, connect: Any) -> None:
     async def scale(claims: list[shmring.Claim]) -> list[object]:
         return list(torch.stack([claim.payload for claim in claims]) * 3)
 
@@ -65,7 +66,7 @@ async def test_tensors_go_both_ways_and_every_slot_comes_back(batches: Any, conn
     assert ring.statistics().finished == 6
 
 
-async def test_a_batch_that_was_answered_is_forgotten_before_the_next_one_comes(batches: Any, connect: Any, turns: Any) -> None:
+async def test_a_batch_that_was_answered_is_forgotten_before_the_next_one_comes(batches: Any, connect: Any) -> None:
     gone: list[weakref.ref[torch.Tensor]] = []
 
     async def answer(claims: list[shmring.Claim]) -> list[object]:
@@ -105,9 +106,7 @@ async def test_as_many_replies_as_claims_are_returned(batches: Any, connect: Any
         await client.request(1, timeout=10)
 
 
-async def test_what_is_aborted_in_a_batch_costs_the_others_nothing(
-    batches: Any, connect: Any, eventually: Any, caplog: Any
-) -> None:
+async def test_what_is_aborted_in_a_batch_costs_the_others_nothing(batches: Any, connect: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
     go_on = asyncio.Event()
     aborted = []
@@ -155,8 +154,7 @@ async def test_a_frontend_that_does_not_read_keeps_no_batch_from_others(batches:
         assert (await submission.result()).numel() == 100_000
 
 
-async def test_a_reply_that_was_not_begun_when_the_loop_ends_fails_its_request(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_a_reply_that_was_not_begun_when_the_loop_ends_fails_its_request(ring: Ring, client: Client) -> None:
     answered, ending = await client.submit("answer"), await client.submit("end")
 
     async def answer(claims: list[shmring.Claim]) -> list[object]:
@@ -175,8 +173,7 @@ async def test_a_reply_that_was_not_begun_when_the_loop_ends_fails_its_request(s
 # -- lingering -------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_batch_waits_for_more_and_goes_when_it_is_full(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_a_batch_waits_for_more_and_goes_when_it_is_full(ring: Ring, client: Client) -> None:
     taking = asyncio.ensure_future(ring.claim_many(3, linger_s=60.0))
     for number in range(4):
         await client.submit(number)
@@ -187,8 +184,7 @@ async def test_a_batch_waits_for_more_and_goes_when_it_is_full(serve: Any, conne
         claim.done()
 
 
-async def test_lingering_ends_with_what_has_come(serve: Any, connect: Any, eventually: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_lingering_ends_with_what_has_come(ring: Ring, client: Client) -> None:
     await client.submit(1)
     started = time.monotonic()
     [claim] = await ring.claim_many(3, linger_s=0.05)
@@ -206,14 +202,11 @@ async def test_lingering_ends_with_what_has_come(serve: Any, connect: Any, event
         await submission.result()
 
 
-async def test_who_is_cancelled_while_it_lingers_fails_what_it_has(serve: Any, connect: Any, eventually: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_who_is_cancelled_while_it_lingers_fails_what_it_has(ring: Ring, client: Client) -> None:
     submission = await client.submit(torch.ones(5000))
     taking = asyncio.ensure_future(ring.claim_many(3, linger_s=60.0))
     await eventually(lambda: ring.statistics().running == 1)
-    taking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await taking
+    assert await cancel(taking)
     with pytest.raises(shmring.RemoteError, match="cancelled"):
         await submission.result()
     await eventually(lambda: ring.statistics().slots_in_use == 0)
@@ -233,7 +226,7 @@ class Waiting(NamedTuple):
 
 
 @pytest.fixture
-async def waiting(serve: Any, connect: Any, eventually: Any) -> Waiting:
+async def waiting(serve: Any, connect: Any) -> Waiting:
     go_on = asyncio.Event()
 
     async def wait(claim: shmring.Claim) -> None:
@@ -248,7 +241,7 @@ async def waiting(serve: Any, connect: Any, eventually: Any) -> Waiting:
     return Waiting(ring, client, go_on, running, first)
 
 
-async def test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more(waiting: Waiting, eventually: Any) -> None:
+async def test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more(waiting: Waiting) -> None:
     ring, client, go_on, running, first = waiting
     draining = asyncio.create_task(ring.drain())
     await asyncio.sleep(0)
@@ -267,10 +260,8 @@ async def test_an_engine_that_drains_answers_what_it_has_and_takes_nothing_more(
         await late.result()
 
 
-async def test_draining_ends_in_time(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
-    await client.submit(1)
-    claim = await ring.claim()
+async def test_draining_ends_in_time(ring: Ring, client: Client) -> None:
+    _, claim = await claimed(ring, client, 1)
     assert not await ring.drain(timeout=0.02)
     claim.done()
     assert await ring.drain(timeout=0.0)
@@ -279,7 +270,7 @@ async def test_draining_ends_in_time(serve: Any, connect: Any) -> None:
         await ring.drain()
 
 
-async def test_an_engine_may_go_on_claiming_until_nothing_comes(waiting: Waiting, eventually: Any) -> None:
+async def test_an_engine_may_go_on_claiming_until_nothing_comes(waiting: Waiting) -> None:
     ring, client, go_on, running, first = waiting
     draining = asyncio.create_task(ring.drain(claiming=True))
     await asyncio.sleep(0)
@@ -297,14 +288,11 @@ async def test_an_engine_may_go_on_claiming_until_nothing_comes(waiting: Waiting
         await too_late.result()
 
 
-async def test_the_last_replies_in_slots_are_read_before_an_engine_has_drained(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
-    submission = await client.submit(1)
-    claim = await ring.claim()
+async def test_the_last_replies_in_slots_are_read_before_an_engine_has_drained(ring: Ring, client: Client) -> None:
+    submission, claim = await claimed(ring, client, 1)
     await claim.done(torch.ones(4096))
     draining = asyncio.create_task(ring.drain(claiming=True))
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns(20)
     assert not draining.done()
     reply = await submission.result()
     assert float(reply.sum()) == 4096
@@ -312,10 +300,7 @@ async def test_the_last_replies_in_slots_are_read_before_an_engine_has_drained(s
     assert await draining
 
 
-async def test_a_reply_that_came_in_a_message_can_be_read_when_its_engine_has_gone(
-    serve: Any, connect: Any, eventually: Any
-) -> None:
-    ring, client = await serve(), await connect()
+async def test_a_reply_that_came_in_a_message_can_be_read_when_its_engine_has_gone(ring: Ring, client: Client) -> None:
     inline, slot = [await client.submit(number) for number in range(2)]
     await (await ring.claim()).done({"text": "whole", "x": torch.ones(3)})
     await (await ring.claim()).done(torch.ones(4096))
@@ -328,8 +313,7 @@ async def test_a_reply_that_came_in_a_message_can_be_read_when_its_engine_has_go
         await slot.result()
 
 
-async def test_who_waits_to_claim_hears_that_the_engine_drains(serve: Any) -> None:
-    ring = await serve()
+async def test_who_waits_to_claim_hears_that_the_engine_drains(ring: Ring) -> None:
     waiting = [asyncio.ensure_future(ring.claim()), asyncio.ensure_future(ring.claim_many(2))]
     iterating = asyncio.create_task(anext(aiter(ring), None))
     await asyncio.sleep(0)
@@ -342,38 +326,25 @@ async def test_who_waits_to_claim_hears_that_the_engine_drains(serve: Any) -> No
 # -- one of a batch --------------------------------------------------------------------------------------------------------
 
 
-async def test_an_exception_in_the_place_of_a_reply_fails_that_request_alone(
-    batches: Any, connect: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def halve(claims: list[shmring.Claim]) -> list[object]:
-        return [claim.payload // 2 if claim.payload % 2 == 0 else ValueError(f"{claim.payload} is odd") for claim in claims]
+async def test_each_request_of_a_batch_ends_as_its_handler_says(batches: Any, connect: Any, caplog: Any) -> None:
+    """An exception in the place of a reply fails that request alone, and who was ended already needs no reply."""
 
-    await batches(halve, 8)
-    client = await connect()
-    results = await asyncio.gather(*[client.request(number, timeout=60) for number in (2, 3, 4)], return_exceptions=True)
-    assert results[0] == 1
-    assert results[2] == 2
-    assert isinstance(results[1], shmring.RemoteError)
-    assert (results[1].type_name, str(results[1])) == ("ValueError", "ValueError: 3 is odd")
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-async def test_a_request_that_the_handler_has_ended_needs_no_reply(
-    batches: Any, connect: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def refuse(claims: list[shmring.Claim]) -> list[object]:
-        for claim in claims:
-            if claim.payload == "fail":
+    async def handle(claims: list[shmring.Claim]) -> list[object]:
+        asked = [claim.payload for claim in claims]
+        for claim, which in zip(claims, asked, strict=True):
+            if which == "fail":
                 claim.fail(ValueError("not this one"))
-            elif claim.payload == "finish":
+            elif which == "finish":
                 await claim.done("mine")
-        return ["from the list"] * len(claims)
+        return [ValueError("is odd") if which == "odd" else "from the list" for which in asked]
 
-    await batches(refuse, 8)
+    await batches(handle, 8)
     client = await connect()
-    requests = [client.request(which, timeout=60) for which in ("fail", "finish", "else")]
-    failed, finished, other = await asyncio.gather(*requests, return_exceptions=True)
-    assert isinstance(failed, shmring.RemoteError)
-    assert "not this one" in str(failed)
-    assert (finished, other) == ("mine", "from the list")
+    requests = [client.request(which, timeout=60) for which in ("even", "odd", "fail", "finish", "else")]
+    even, odd, failed, finished, other = await asyncio.gather(*requests, return_exceptions=True)
+    assert (even, finished, other) == ("from the list", "mine", "from the list")
+    assert [(error.type_name, str(error)) for error in (odd, failed)] == [
+        ("ValueError", "ValueError: is odd"),
+        ("ValueError", "ValueError: not this one"),
+    ]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

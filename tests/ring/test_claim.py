@@ -15,44 +15,43 @@ import pytest
 import torch
 
 import shmring
+from shmring import Claim, Client, Ring, Submission
 from shmring.core.compiled import RECORDS_IN_TURN
 from shmring.core.messages import Abort
+from tests.claiming import claimed
+from tests.garbage import uncollected
 from tests.sessions import session_of
+from tests.waiting import cancel, eventually, hold, turns
 
-pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+pytestmark = [
+    pytest.mark.both_loops,
+    pytest.mark.filterwarnings("error::ResourceWarning"),
+    pytest.mark.ring(reply_nbytes="64KiB"),
+]
 
 
 def tensor(nbytes: int, value: int = 1) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8)
 
 
-class Ends:
-    """A ring without a handler, a client, and a way from one to the other."""
-
-    def __init__(self, ring: shmring.Ring, client: shmring.Client) -> None:
-        self.ring = ring
-        self.client = client
-
-    async def claim(self, payload: object) -> tuple[shmring.Submission, shmring.Claim]:
-        submission = await self.client.submit(payload)
-        return submission, await self.ring.claim()
+@pytest.fixture
+async def submission(client: Client) -> Submission:
+    return await client.submit("x")
 
 
 @pytest.fixture
-async def ends(serve: Any, connect: Any, settled: Any) -> AsyncIterator[Ends]:
-    ring = await serve(reply_nbytes=64 << 10)
-    client = await connect()
-    yield Ends(ring, client)
-    await client.close()
-    if not ring._shell.life.is_over:
-        await settled(ring)
+async def claim(ring: Ring, submission: Submission) -> AsyncIterator[Claim]:
+    """Of the submission ``x``; it ends with the test."""
+    claim = await ring.claim()
+    yield claim
+    claim.done()
 
 
 # -- its end ------------------------------------------------------------------------------------------------------------
 
 
-async def test_leaving_the_block_finishes_the_request(ends: Ends) -> None:
-    submission, claim = await ends.claim({"x": tensor(5000)})
+async def test_leaving_the_block_finishes_the_request(ring: Ring, client: Client) -> None:
+    submission, claim = await claimed(ring, client, {"x": tensor(5000)})
     assert (claim.nbytes, claim.aborted, claim.released) == (5000, False, False)
     assert "running" in repr(claim)
     with claim:
@@ -68,8 +67,8 @@ async def test_leaving_the_block_finishes_the_request(ends: Ends) -> None:
         await submission.next()
 
 
-async def test_an_exception_fails_the_request_and_goes_on(ends: Ends) -> None:
-    submission, claim = await ends.claim({"x": tensor(5000)})
+async def test_an_exception_fails_the_request_and_goes_on(ring: Ring, client: Client) -> None:
+    submission, claim = await claimed(ring, client, {"x": tensor(5000)})
     with pytest.raises(ValueError, match="broken"), claim:
         raise ValueError("broken")
     for _ in range(2):
@@ -79,8 +78,8 @@ async def test_an_exception_fails_the_request_and_goes_on(ends: Ends) -> None:
 
 
 @pytest.mark.one_loop
-async def test_only_the_first_end_counts(ends: Ends) -> None:
-    submission, claim = await ends.claim({"x": tensor(5000)})
+async def test_only_the_first_end_counts(ring: Ring, client: Client) -> None:
+    submission, claim = await claimed(ring, client, {"x": tensor(5000)})
     await claim.reply("answer")
     claim.done()
     claim.done()
@@ -88,11 +87,10 @@ async def test_only_the_first_end_counts(ends: Ends) -> None:
     with claim:
         pass
     assert await submission.result() == "answer"
-    assert (ends.ring.statistics().finished, ends.ring.statistics().failed) == (1, 0)
+    assert (ring.statistics().finished, ring.statistics().failed) == (1, 0)
 
 
-async def test_an_ended_claim_answers_no_more(ends: Ends) -> None:
-    _, claim = await ends.claim("x")
+async def test_an_ended_claim_answers_no_more(claim: Claim) -> None:
     claim.done()
     with pytest.raises(shmring.LocalProtocolError, match="has ended"):
         await claim.reply("late")
@@ -101,11 +99,12 @@ async def test_an_ended_claim_answers_no_more(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 20_000], ids=["inline", "in a slot"])
-async def test_a_reply_that_is_still_on_its_way_when_the_claim_is_left_harms_nobody(ends: Ends, nbytes: int) -> None:
+async def test_a_reply_that_is_still_on_its_way_when_the_claim_is_left_harms_nobody(
+    submission: Submission, claim: Claim, ring: Ring, client: Client, nbytes: int
+) -> None:
     """A handler that forgets to await: the frontend must not see a reply after the end, nor lose its connection."""
-    submission, claim = await ends.claim("x")
-    other, _ = await ends.claim("y")
-    ends.ring._shell._copier.offload_nbytes = 1
+    other, _ = await claimed(ring, client, "y")
+    ring._shell._copier.offload_nbytes = 1
     replying = [asyncio.create_task(claim.reply({"x": tensor(nbytes)})) for _ in range(3)]
     with claim:
         await asyncio.sleep(0)
@@ -115,16 +114,14 @@ async def test_a_reply_that_is_still_on_its_way_when_the_claim_is_left_harms_nob
         while True:
             await submission.next()
     assert not other.ended
-    assert ends.client.connected
+    assert client.connected
     other.abort()
 
 
 @pytest.mark.parametrize("then", ["the client goes", "the engine closes"])
 async def test_a_reply_that_waits_for_space_when_the_claim_ends_does_not_wait_any_longer(
-    serve: Any, connect: Any, eventually: Any, then: str
+    ring: Ring, client: Client, then: str
 ) -> None:
-    ring = await serve(reply_nbytes="64KiB")
-    client = await connect()
     submission = await client.submit("x")
     claim = await ring.claim()
     await claim.reply({"x": tensor(25_000)})
@@ -146,10 +143,10 @@ async def test_a_reply_that_waits_for_space_when_the_claim_ends_does_not_wait_an
 
 
 @pytest.mark.one_loop
-async def test_its_tensors_are_views_into_the_slab(ends: Ends) -> None:
-    _, claim = await ends.claim({"t": torch.arange(5000), "a": np.arange(3000), "small": 1})
+async def test_its_tensors_are_views_into_the_slab(ring: Ring, client: Client) -> None:
+    _, claim = await claimed(ring, client, {"t": torch.arange(5000), "a": np.arange(3000), "small": 1})
     with claim:
-        slab = ends.ring._shell._slab
+        slab = ring._shell._slab
         assert slab.find(claim.payload["t"].data_ptr()) is not None
         assert slab.find(claim.payload["a"].ctypes.data) is not None
         with pytest.raises(ValueError, match="read-only"):
@@ -158,61 +155,58 @@ async def test_its_tensors_are_views_into_the_slab(ends: Ends) -> None:
         _ = claim.payload
 
 
-async def test_releasing_early_gives_the_memory_back_while_the_request_goes_on(ends: Ends, eventually: Any) -> None:
-    submission, claim = await ends.claim({"x": tensor(5000, 7)})
+async def test_releasing_early_gives_the_memory_back_while_the_request_goes_on(ring: Ring, client: Client) -> None:
+    submission, claim = await claimed(ring, client, {"x": tensor(5000, 7)})
     with claim:
         total = int(claim.payload["x"].sum())
         claim.release()
         claim.release()
-        await eventually(lambda: ends.client.statistics().slots_in_use == 0)
-        assert ends.ring.statistics().slots_in_use == 0
+        await eventually(lambda: client.statistics().slots_in_use == 0)
+        assert ring.statistics().slots_in_use == 0
         await claim.reply(total)
     assert await submission.result() == 35_000
 
 
-async def test_a_view_keeps_its_slot_after_the_claim_and_its_bytes_stay(ends: Ends, eventually: Any) -> None:
+async def test_a_view_keeps_its_slot_after_the_claim_and_its_bytes_stay(ring: Ring, client: Client) -> None:
     """Poison: later requests write other patterns over and over; the old view must never show one of them."""
-    submission, claim = await ends.claim({"x": tensor(50_000, 1), "y": tensor(50_000, 2)})
+    submission, claim = await claimed(ring, client, {"x": tensor(50_000, 1), "y": tensor(50_000, 2)})
     with claim:
         kept = claim.payload["x"][100:200].reshape(10, 10).T
     await asyncio.wait_for(_end_of(submission), 5)
-    assert ends.ring.statistics().slots_draining == 1
+    assert ring.statistics().slots_draining == 1
     for value in range(3, 60):
-        _, other = await ends.claim({"x": tensor(100_000, value)})
+        _, other = await claimed(ring, client, {"x": tensor(100_000, value)})
         other.done()
     assert set(kept.reshape(-1).tolist()) == {1}
-    assert ends.ring.statistics().slots_draining == 1
+    assert ring.statistics().slots_draining == 1
     del kept
-    await eventually(lambda: ends.ring.statistics().slots_draining == 0)
-    await eventually(lambda: ends.client.statistics().slots_in_use == 0)
+    await eventually(lambda: ring.statistics().slots_draining == 0)
+    await eventually(lambda: client.statistics().slots_in_use == 0)
 
 
-async def test_without_views_later_requests_do_reuse_the_memory(ends: Ends, eventually: Any) -> None:
+async def test_without_views_later_requests_do_reuse_the_memory(ring: Ring, client: Client) -> None:
     """The other half of the poison test: it would see a reuse if there was one."""
     addresses = set()
     for value in range(5):
-        submission, claim = await ends.claim({"x": tensor(50_000, value)})
+        submission, claim = await claimed(ring, client, {"x": tensor(50_000, value)})
         with claim:
             addresses.add(claim.payload["x"].data_ptr())
         await _end_of(submission)
-        await eventually(lambda: ends.client.statistics().slots_in_use == 0)
+        await eventually(lambda: client.statistics().slots_in_use == 0)
     assert len(addresses) < 5
 
 
-async def test_a_draining_slot_comes_back_without_the_collector(ends: Ends, eventually: Any) -> None:
-    gc.disable()
-    try:
+async def test_a_draining_slot_comes_back_without_the_collector(ring: Ring, client: Client) -> None:
+    with uncollected():
         for _ in range(5):
-            submission, claim = await ends.claim({"x": tensor(5000), "list": [tensor(3000)]})
+            submission, claim = await claimed(ring, client, {"x": tensor(5000), "list": [tensor(3000)]})
             with contextlib.suppress(ValueError), claim:
                 first, second = claim.payload["x"], claim.payload["list"][0]
                 raise ValueError("with views in this frame")
             del first, second, claim
             with pytest.raises(shmring.RemoteError):
                 await submission.result()
-        await eventually(lambda: ends.ring.statistics().slots_in_use == 0)
-    finally:
-        gc.enable()
+        await eventually(lambda: ring.statistics().slots_in_use == 0)
 
 
 class Cycle:
@@ -243,15 +237,14 @@ def _collect_what_others_have_frozen() -> None:
 @pytest.mark.parametrize("keep", [Cycle, failure])
 @pytest.mark.parametrize("frozen", [False, True], ids=["collected", "frozen"])
 async def test_a_view_that_something_hides_keeps_its_slot_until_that_is_gone(
-    ends: Ends, eventually: Any, keep: Callable[[torch.Tensor], Any], frozen: bool
+    ring: Ring, client: Client, keep: Callable[[torch.Tensor], Any], frozen: bool
 ) -> None:
     """In a reference cycle or in a traceback; what was frozen meanwhile is looked through by nobody, so it goes on waiting."""
     thaws = frozen and keep is Cycle  # which walks through all that was ever imported: some tenths of a second
     if thaws:
         _collect_what_others_have_frozen()
-    submission, claim = await ends.claim({"x": tensor(50_000, 1)})
-    gc.disable()
-    try:
+    submission, claim = await claimed(ring, client, {"x": tensor(50_000, 1)})
+    with uncollected():
         with claim:
             hidden: Any = keep(claim.payload["x"])
         await asyncio.wait_for(_end_of(submission), 5)
@@ -259,22 +252,20 @@ async def test_a_view_that_something_hides_keeps_its_slot_until_that_is_gone(
             gc.freeze()
         view = hidden.view if isinstance(hidden, Cycle) else hidden.__traceback__.tb_frame.f_locals["view"]
         for value in range(2, 20):
-            _, other = await ends.claim({"x": tensor(60_000, value)})
+            _, other = await claimed(ring, client, {"x": tensor(60_000, value)})
             other.done()
         assert set(view.tolist()) == {1}
         del hidden, view
         gc.collect()
         if thaws:
-            assert ends.ring.statistics().slots_draining == 1
+            assert ring.statistics().slots_draining == 1
             gc.unfreeze()
             gc.collect()
-        await eventually(lambda: ends.ring.statistics().slots_draining == 0)
-        await eventually(lambda: ends.client.statistics().slots_in_use == 0)
-    finally:
-        gc.enable()
+        await eventually(lambda: ring.statistics().slots_draining == 0)
+        await eventually(lambda: client.statistics().slots_in_use == 0)
 
 
-async def _end_of(submission: shmring.Submission) -> None:
+async def _end_of(submission: Submission) -> None:
     with contextlib.suppress(StopAsyncIteration):
         while True:
             await submission.next()
@@ -283,8 +274,9 @@ async def _end_of(submission: shmring.Submission) -> None:
 # -- replies ------------------------------------------------------------------------------------------------------------
 
 
-async def test_replies_carry_tensors_inline_and_in_slots(ends: Ends, eventually: Any) -> None:
-    submission, claim = await ends.claim("x")
+async def test_replies_carry_tensors_inline_and_in_slots(
+    submission: Submission, claim: Claim, ring: Ring, client: Client
+) -> None:
     with claim:
         await claim.reply({"small": torch.arange(10), "large": None})
         large = torch.arange(4000, dtype=torch.int32)
@@ -293,19 +285,19 @@ async def test_replies_carry_tensors_inline_and_in_slots(ends: Ends, eventually:
     assert first["small"].tolist() == second["small"].tolist() == list(range(10))
     assert second["large"].tolist() == list(range(4000))
     assert second["bf"].dtype == torch.bfloat16
-    slab = session_of(ends.client)._slab  # type: ignore[union-attr]
+    slab = session_of(client)._slab
     assert slab.find(second["large"].data_ptr()) is not None, "in place"
     assert slab.find(first["small"].data_ptr()) is None
-    assert ends.client.statistics().reply_slots_held == 1
-    assert ends.ring.statistics().reply_free_nbytes < ends.ring.statistics().reply_nbytes
+    assert client.statistics().reply_slots_held == 1
+    assert ring.statistics().reply_free_nbytes < ring.statistics().reply_nbytes
     del second
-    await eventually(lambda: ends.ring.statistics().reply_free_nbytes == ends.ring.statistics().reply_nbytes)
-    assert ends.client.statistics().reply_slots_held == 0
+    await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
+    assert client.statistics().reply_slots_held == 0
 
 
 @pytest.mark.one_loop
-async def test_a_reply_may_send_the_payloads_own_views(ends: Ends) -> None:
-    submission, claim = await ends.claim({"x": tensor(5000, 9)})
+async def test_a_reply_may_send_the_payloads_own_views(ring: Ring, client: Client) -> None:
+    submission, claim = await claimed(ring, client, {"x": tensor(5000, 9)})
     with claim:
         await claim.reply({"x": claim.payload["x"][::2]})
     answer = await submission.result()
@@ -313,8 +305,9 @@ async def test_a_reply_may_send_the_payloads_own_views(ends: Ends) -> None:
     assert len(answer["x"]) == 2500
 
 
-async def test_a_reply_that_cannot_be_sent_is_an_error_and_holds_nothing(ends: Ends) -> None:
-    submission, claim = await ends.claim("x")
+async def test_a_reply_that_cannot_be_sent_is_an_error_and_holds_nothing(
+    submission: Submission, claim: Claim, ring: Ring
+) -> None:
     with claim:
         with pytest.raises(TypeError, match=r"^payload\.items\[1\]\.mask can't be sent"):
             await claim.reply({"items": [tensor(5000), {"mask": object()}]})
@@ -324,13 +317,12 @@ async def test_a_reply_that_cannot_be_sent_is_an_error_and_holds_nothing(ends: E
             await claim.reply("x" * (17 << 20))
         with pytest.raises(shmring.CapacityError):
             claim.reply_nowait({"x": tensor(70_000)})
-        assert ends.ring.statistics().reply_free_nbytes == ends.ring.statistics().reply_nbytes
+        assert ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes
         await claim.reply("fine")
     assert await submission.result() == "fine"
 
 
-async def test_replies_wait_for_space_in_order(ends: Ends, eventually: Any) -> None:
-    submission, claim = await ends.claim("x")
+async def test_replies_wait_for_space_in_order(submission: Submission, claim: Claim, ring: Ring) -> None:
     sent: list[int] = []
 
     async def reply(number: int) -> None:
@@ -338,7 +330,7 @@ async def test_replies_wait_for_space_in_order(ends: Ends, eventually: Any) -> N
         sent.append(number)
 
     replying = [asyncio.create_task(reply(number)) for number in range(6)]
-    await eventually(lambda: ends.ring.statistics().replies_waiting == 3)
+    await eventually(lambda: ring.statistics().replies_waiting == 3)
     assert sent == [0, 1, 2], "one stays in its slot, and two are copied out of it"
     with pytest.raises(shmring.WouldBlock):
         claim.reply_nowait({"x": tensor(2000)})
@@ -349,35 +341,33 @@ async def test_replies_wait_for_space_in_order(ends: Ends, eventually: Any) -> N
         del answer
     await asyncio.gather(*replying)
     assert sent == list(range(6))
-    claim.done()
 
 
 @pytest.mark.one_loop
-async def test_a_view_of_a_reply_is_never_overwritten(ends: Ends) -> None:
-    submission, claim = await ends.claim("x")
+async def test_a_view_of_a_reply_is_never_overwritten(submission: Submission, claim: Claim) -> None:
     await claim.reply({"x": tensor(20_000, 1)})
     kept = (await submission.next())["x"][5:10]
     for value in range(2, 30):
         await claim.reply({"x": tensor(20_000, value)})
         assert set((await submission.next())["x"].tolist()) == {value}
     assert kept.tolist() == [1] * 5
-    claim.done()
 
 
 @pytest.mark.parametrize("moment", ["queued", "granted"])
-async def test_cancelling_a_reply_that_waits_for_space_passes_its_turn_on(ends: Ends, eventually: Any, moment: str) -> None:
-    submission, claim = await ends.claim("x")
+async def test_cancelling_a_reply_that_waits_for_space_passes_its_turn_on(
+    submission: Submission, claim: Claim, ring: Ring, moment: str
+) -> None:
     for _ in range(2):  # which are copied out
         await claim.reply({"x": tensor(60_000)})
     first, second = (asyncio.create_task(claim.reply({"n": n, "x": tensor(60_000)})) for n in (1, 2))
-    await eventually(lambda: ends.ring.statistics().replies_waiting == 2)
+    await eventually(lambda: ring.statistics().replies_waiting == 2)
     if moment == "queued":
         first.cancel()
         await asyncio.sleep(0)
-        assert ends.ring.statistics().replies_waiting == 1
+        assert ring.statistics().replies_waiting == 1
     del (await submission.next())["x"]
     if moment == "granted":
-        while ends.ring.statistics().replies_waiting == 2:
+        while ring.statistics().replies_waiting == 2:
             await asyncio.sleep(0)
         first.cancel()
     del (await submission.next())["x"]
@@ -390,16 +380,16 @@ async def test_cancelling_a_reply_that_waits_for_space_passes_its_turn_on(ends: 
     assert answer["n"] == 2
     await second
     del answer
-    claim.done()
 
 
-async def test_space_that_comes_to_a_reply_that_was_cancelled_just_now_is_free(ends: Ends, hold: Any, turns: Any) -> None:
-    submission, claim = await ends.claim("x")
+async def test_space_that_comes_to_a_reply_that_was_cancelled_just_now_is_free(
+    submission: Submission, claim: Claim, ring: Ring
+) -> None:
     for _ in range(2):  # which are copied out
         await claim.reply({"x": tensor(60_000)})
     waiting = asyncio.create_task(claim.reply({"x": tensor(60_000)}))
     await turns()
-    link = next(iter(ends.ring._shell._frontends.values())).link
+    link = next(iter(ring._shell._frontends.values())).link
     read_on = hold(link)
     await submission.next()  # then another one may come, which the engine does not hear
     await turns()
@@ -408,13 +398,11 @@ async def test_space_that_comes_to_a_reply_that_was_cancelled_just_now_is_free(e
     read_on()
     link.poll()
     await asyncio.wait([waiting])
-    now = ends.ring.statistics()
+    now = ring.statistics()
     assert now.reply_free_nbytes == now.reply_nbytes
-    claim.done()
 
 
-async def test_who_replies_without_waiting_gives_the_loop_a_turn_now_and_then(serve: Any, connect: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_who_replies_without_waiting_gives_the_loop_a_turn_now_and_then(ring: Ring, client: Client) -> None:
     submission = await client.submit("x")
     with await ring.claim() as claim:
         others: list[int] = []
@@ -428,30 +416,27 @@ async def test_who_replies_without_waiting_gives_the_loop_a_turn_now_and_then(se
     await submission.wait()
 
 
-async def test_a_reply_that_could_not_be_sent_at_once_gives_its_space_back(ends: Ends, hold: Any, turns: Any) -> None:
-    submission, claim = await ends.claim("x")
-    read_on = hold(session_of(ends.client).link)
+async def test_a_reply_that_could_not_be_sent_at_once_gives_its_space_back(
+    submission: Submission, claim: Claim, ring: Ring, client: Client
+) -> None:
+    read_on = hold(session_of(client).link)
     for text in ("x" * 900, ""):  # until there is no room for the shortest, either
         with contextlib.suppress(shmring.WouldBlock):
             while True:
                 claim.reply_nowait(text)
     with pytest.raises(shmring.WouldBlock, match="slowly"):
         claim.reply_nowait({"x": tensor(5000)})
-    now = ends.ring.statistics()
+    now = ring.statistics()
     assert now.reply_free_nbytes == now.reply_nbytes
     submission.abort()
     read_on()
     await turns()
 
 
-async def test_a_frontend_that_reads_slowly_is_waited_for(
-    serve: Any, connect: Any, eventually: Any, turns: Any, hold: Any
-) -> None:
-    ring = await serve()
-    client = await connect()
+async def test_a_frontend_that_reads_slowly_is_waited_for(ring: Ring, client: Client) -> None:
     submission = await client.submit("x")
     claim = await ring.claim()
-    read_on = hold(session_of(client).link)  # type: ignore[union-attr]
+    read_on = hold(session_of(client).link)
     sent = 0
 
     async def reply_for_ever() -> None:
@@ -482,7 +467,7 @@ async def test_large_replies_of_many_claims_at_once_do_not_end_the_connection(
 ) -> None:
     """Each is within the limits; together they must wait, not count as a frontend that does not read."""
 
-    async def reply(claim: shmring.Claim) -> None:
+    async def reply(claim: Claim) -> None:
         await claim.reply("x" * 50_000)
 
     ring = await serve(reply)
@@ -497,35 +482,35 @@ async def test_large_replies_of_many_claims_at_once_do_not_end_the_connection(
 # -- aborts -------------------------------------------------------------------------------------------------------------
 
 
-async def test_an_abort_before_the_claim_takes_the_request_away(ends: Ends, eventually: Any) -> None:
-    submission = await ends.client.submit({"x": tensor(5000)})
+async def test_an_abort_before_the_claim_takes_the_request_away(ring: Ring, client: Client) -> None:
+    submission = await client.submit({"x": tensor(5000)})
     submission.abort()
     submission.abort()
     with pytest.raises(shmring.AbortedError):
         await submission.result()
-    await eventually(lambda: ends.ring.statistics().aborted == 1)
+    await eventually(lambda: ring.statistics().aborted == 1)
     with pytest.raises(shmring.WouldBlock):
-        ends.ring.claim_nowait()
-    await eventually(lambda: ends.client.statistics().slots_in_use == 0)
+        ring.claim_nowait()
+    await eventually(lambda: client.statistics().slots_in_use == 0)
 
 
-async def test_aborts_in_a_line_of_waiting_requests_leave_the_others_in_order(ends: Ends, eventually: Any) -> None:
+async def test_aborts_in_a_line_of_waiting_requests_leave_the_others_in_order(ring: Ring, client: Client) -> None:
     """In every order: who leaves the line has somebody on both sides, on one, or on none, who has left before or not."""
     for aborted in itertools.permutations(range(4)):
-        submissions = [await ends.client.submit(number) for number in range(5)]
-        await eventually(lambda: ends.ring.statistics().waiting == 5)
+        submissions = [await client.submit(number) for number in range(5)]
+        await eventually(lambda: ring.statistics().waiting == 5)
         left = [submission.request_id for submission in submissions]
         for number in aborted:
             submissions[number].abort()
             left.remove(submissions[number].request_id)
-            await eventually(lambda left=left: ends.ring.statistics().waiting == len(left))
-            assert [request_id for _, request_id in ends.ring._shell.end.waiting] == left
-        with await ends.ring.claim() as claim:
+            await eventually(lambda left=left: ring.statistics().waiting == len(left))
+            assert [request_id for _, request_id in ring._shell.end.waiting] == left
+        with await ring.claim() as claim:
             assert claim.payload == 4
 
 
-async def test_an_abort_after_the_claim_marks_it_and_its_slot_waits_for_its_end(ends: Ends, eventually: Any) -> None:
-    submission, claim = await ends.claim({"x": tensor(5000, 5)})
+async def test_an_abort_after_the_claim_marks_it_and_its_slot_waits_for_its_end(ring: Ring, client: Client) -> None:
+    submission, claim = await claimed(ring, client, {"x": tensor(5000, 5)})
     called: list[int] = []
     claim.on_abort(lambda: called.append(1))
     submission.abort()
@@ -535,61 +520,59 @@ async def test_an_abort_after_the_claim_marks_it_and_its_slot_waits_for_its_end(
     assert called == [1, 2], "at once, as it is aborted already"
     assert "aborted" in repr(claim)
     assert int(claim.payload["x"].sum()) == 25_000, "somebody may be reading it"
-    assert ends.ring.statistics().slots_claimed == 1
-    assert ends.client.statistics().slots_submitted == 1
-    with pytest.raises(shmring.AbortedError) as caught:
+    assert ring.statistics().slots_claimed == 1
+    assert client.statistics().slots_submitted == 1
+    with pytest.raises(shmring.AbortedError, check=lambda error: error.request_id == claim.request_id):
         await claim.reply("late")
-    assert caught.value.request_id == claim.request_id
     with pytest.raises(shmring.AbortedError):
         claim.reply_nowait("late")
     claim.done()
-    await eventually(lambda: ends.client.statistics().slots_in_use == 0)
-    assert (ends.ring.statistics().aborted, ends.ring.statistics().finished) == (1, 0)
+    await eventually(lambda: client.statistics().slots_in_use == 0)
+    assert (ring.statistics().aborted, ring.statistics().finished) == (1, 0)
 
 
-async def test_the_block_swallows_its_own_abort_and_nothing_else(ends: Ends, eventually: Any) -> None:
-    submission, claim = await ends.claim("x")
+async def test_the_block_swallows_its_own_abort_and_nothing_else(
+    submission: Submission, claim: Claim, ring: Ring, client: Client
+) -> None:
     submission.abort()
     await eventually(lambda: claim.aborted)
     with claim:
         await claim.reply("late")
         pytest.fail("the reply should have raised")
-    other_submission, other = await ends.claim("y")
+    other_submission, other = await claimed(ring, client, "y")
     with pytest.raises(shmring.AbortedError), other:
         raise shmring.AbortedError("another's", request_id=claim.request_id)
     with pytest.raises(shmring.RemoteError):
         await other_submission.result()
 
 
-async def test_an_abort_wakes_a_reply_that_waits_for_space_and_keeps_nothing(ends: Ends, eventually: Any) -> None:
+async def test_an_abort_wakes_a_reply_that_waits_for_space_and_keeps_nothing(ring: Ring, client: Client) -> None:
     """Its error must not keep the views of the frames it went through: there is no collector here."""
-    gc.disable()
-    try:
-        keeper, keeping = await ends.claim("x")
+    with uncollected():
+        keeper, keeping = await claimed(ring, client, "x")
         await keeping.reply({"x": tensor(25_000)})
         kept = await keeper.next()
-        submission, claim = await ends.claim({"x": tensor(5000)})
+        submission, claim = await claimed(ring, client, {"x": tensor(5000)})
 
-        async def handle(claim: shmring.Claim) -> None:
+        async def handle(claim: Claim) -> None:
             with claim:
                 view = claim.payload["x"]
                 await claim.reply({"x": tensor(50_000), "y": view})
 
         handling = asyncio.create_task(handle(claim))
-        await eventually(lambda: ends.ring.statistics().replies_waiting == 1)
+        await eventually(lambda: ring.statistics().replies_waiting == 1)
         submission.abort()
         await handling
         del handling, claim
-        await eventually(lambda: ends.ring.statistics().slots_in_use == 0)
-        assert ends.ring.statistics().replies_waiting == 0
+        await eventually(lambda: ring.statistics().slots_in_use == 0)
+        assert ring.statistics().replies_waiting == 0
         del kept
         keeping.done()
-    finally:
-        gc.enable()
 
 
-async def test_many_waits_of_one_claim_leave_nothing_behind(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    submission, claim = await ends.claim("x")
+async def test_many_waits_of_one_claim_leave_nothing_behind(
+    submission: Submission, claim: Claim, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(20):
         await claim.reply({"x": tensor(60_000)})
         waiting = asyncio.create_task(claim.reply({"x": tensor(60_000)}))
@@ -599,36 +582,31 @@ async def test_many_waits_of_one_claim_leave_nothing_behind(ends: Ends, monkeypa
             del answer
         await waiting
     called: list[Any] = []
-    monkeypatch.setattr(ends.ring._shell, "call_soon", called.extend)
-    ends.ring._shell.end.mark_ended(claim)
+    monkeypatch.setattr(ring._shell, "call_soon", called.extend)
+    ring._shell.end.mark_ended(claim)
     assert called == [], "what is to be called when it ends"
     claim.release()
     submission.abort()
 
 
 @pytest.mark.parametrize("copied_on_a_thread", [False, True])
-async def test_an_abort_at_any_moment_of_a_reply_leaks_nothing(
-    ends: Ends, eventually: Any, copied_on_a_thread: bool, settled: Any
-) -> None:
-    ends.ring._shell._copier.offload_nbytes = 0 if copied_on_a_thread else 1 << 30
-    end: Callable[[shmring.Submission], None]
+async def test_an_abort_at_any_moment_of_a_reply_leaks_nothing(ring: Ring, client: Client, copied_on_a_thread: bool) -> None:
+    ring._shell._copier.offload_nbytes = 0 if copied_on_a_thread else 1 << 30
+    end: Callable[[Submission], None]
     for steps in range(12):
         for end in (lambda submission: submission.abort(), lambda submission: None):
-            submission, claim = await ends.claim({"x": tensor(5000)})
+            submission, claim = await claimed(ring, client, {"x": tensor(5000)})
             replying = asyncio.create_task(claim.reply({"x": tensor(30_000)}))
             end(submission)
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            replying.cancel()
-            await asyncio.gather(replying, return_exceptions=True)
+            await turns(steps)
+            await cancel(replying)
             claim.done()
             submission.abort()
-    await eventually(lambda: ends.ring.statistics().slots_in_use == 0)
-    await eventually(lambda: ends.ring.statistics().reply_free_nbytes == ends.ring.statistics().reply_nbytes)
+    await eventually(lambda: ring.statistics().slots_in_use == 0)
+    await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
 
 
-async def test_a_frontend_that_goes_aborts_its_claims(serve: Any, connect: Any, eventually: Any, settled: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_a_frontend_that_goes_aborts_its_claims(ring: Ring, client: Client) -> None:
     await client.submit({"x": tensor(5000)})
     await client.submit({"x": tensor(5000)})
     claim = await ring.claim()
@@ -638,19 +616,17 @@ async def test_a_frontend_that_goes_aborts_its_claims(serve: Any, connect: Any, 
     assert ring.statistics().free_nbytes < ring.statistics().leasable_nbytes, "the claim may still be reading"
     with claim, pytest.raises(shmring.AbortedError):
         await claim.reply("late")
-    await settled(ring)
 
 
-async def test_who_answers_after_the_ring_was_closed_is_told_so(ends: Ends) -> None:
-    _, claim = await ends.claim({"x": tensor(5000)})
-    await ends.ring.close()
+async def test_who_answers_after_the_ring_was_closed_is_told_so(ring: Ring, client: Client) -> None:
+    _, claim = await claimed(ring, client, {"x": tensor(5000)})
+    await ring.close()
     with claim, pytest.raises(shmring.AbortedError, match="aborted by the end of its ring"):
         await claim.reply("late")
 
 
-async def test_looking_for_requests_takes_in_no_more_than_a_turn_does(serve: Any, connect: Any, settled: Any) -> None:
-    ring = await serve(busy_poll_s=0.1)  # so that it is awake, and looks by itself
-    client = await connect()
+@pytest.mark.ring(busy_poll_s=0.1)
+async def test_looking_for_requests_takes_in_no_more_than_a_turn_does(ring: Ring, client: Client) -> None:
     submissions = [await client.submit("first")]
     (await ring.claim()).done()
     submissions += [await client.submit(number) for number in range(3 * RECORDS_IN_TURN)]
@@ -661,27 +637,28 @@ async def test_looking_for_requests_takes_in_no_more_than_a_turn_does(serve: Any
     for submission in submissions:
         with pytest.raises(StopAsyncIteration):
             await submission.next()
-    await client.close()
-    await settled(ring)
 
 
-async def test_each_slot_of_a_claim_drains_for_its_own_views(ends: Ends, eventually: Any) -> None:
-    slots = await ends.client.slots([5000, 5000])
-    _, claim = await ends.claim([slot.tensor((5000,), torch.uint8).fill_(number) for number, slot in enumerate(slots)])
+async def test_each_slot_of_a_claim_drains_for_its_own_views(ring: Ring, client: Client) -> None:
+    slots = await client.slots([5000, 5000])
+    _, claim = await claimed(
+        ring, client, [slot.tensor((5000,), torch.uint8).fill_(number) for number, slot in enumerate(slots)]
+    )
     with claim:
         first, second = claim.payload
         del first
     for slot in slots:
         slot.close()
-    assert ends.ring.statistics().slots_draining == 1
+    assert ring.statistics().slots_draining == 1
     assert second.eq(1).all()
     del second
-    await eventually(lambda: not ends.ring.statistics().slots_in_use)
+    await eventually(lambda: not ring.statistics().slots_in_use)
 
 
-async def test_who_hears_replies_before_its_turn_rings_for_the_room_that_it_makes(ends: Ends, hold: Any, turns: Any) -> None:
-    submission, claim = await ends.claim("x")
-    link = session_of(ends.client).link  # type: ignore[union-attr]
+async def test_who_hears_replies_before_its_turn_rings_for_the_room_that_it_makes(
+    submission: Submission, claim: Claim, ring: Ring, client: Client
+) -> None:
+    link = session_of(client).link
     go_on = hold(link)
     replying = [asyncio.create_task(claim.reply(bytes(10_000))) for _ in range(100)]
     await turns()
@@ -696,12 +673,10 @@ async def test_who_hears_replies_before_its_turn_rings_for_the_room_that_it_make
     await asyncio.gather(*replying)
 
 
+@pytest.mark.ring(reply_nbytes="256KiB")
 async def test_a_reply_without_tensors_that_lies_in_a_slot_gives_it_back_when_it_was_read(
-    serve: Any, connect: Any, eventually: Any
+    submission: Submission, claim: Claim, ring: Ring
 ) -> None:
-    ring = await serve(reply_nbytes="256KiB")
-    ends = Ends(ring, await connect())
-    submission, claim = await ends.claim("x")
     with claim:
         await claim.reply(bytes(100_000))
         assert ring.statistics().reply_free_nbytes < ring.statistics().reply_nbytes
@@ -709,48 +684,45 @@ async def test_a_reply_without_tensors_that_lies_in_a_slot_gives_it_back_when_it
         await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
 
 
-async def test_what_has_come_is_there_without_a_turn_of_the_loop(ends: Ends) -> None:
-    submission, claim = await ends.claim("x")
+async def test_what_has_come_is_there_without_a_turn_of_the_loop(submission: Submission, claim: Claim) -> None:
     for number in range(3):
         claim.reply_nowait(number)
         with pytest.raises(StopIteration) as there:
             submission.next().send(None)
         assert there.value.value == number
-    claim.done()
 
 
-async def test_a_request_that_has_come_is_there_without_a_turn_of_the_loop(ends: Ends, eventually: Any) -> None:
+async def test_a_request_that_has_come_is_there_without_a_turn_of_the_loop(ring: Ring, client: Client) -> None:
     """Also where the link to its frontend sleeps."""
-    [frontend] = ends.ring._shell._frontends.values()
+    [frontend] = ring._shell._frontends.values()
     await eventually(lambda: not frontend.link.awake)
-    ends.client.submit_nowait("x")
+    client.submit_nowait("x")
     with pytest.raises(StopIteration) as there:
-        ends.ring.claim().send(None)
+        ring.claim().send(None)
     with there.value.value as claim:
         assert claim.payload == "x"
 
 
-async def test_who_sends_at_once_does_not_overtake_what_waits_for_room(ends: Ends, turns: Any) -> None:
-    session = session_of(ends.client)
-    assert session is not None
+async def test_who_sends_at_once_does_not_overtake_what_waits_for_room(ring: Ring, client: Client) -> None:
+    session = session_of(client)
     while session.link.can_write:
         session.link.send(Abort(1))  # a request that there is not
-    [frontend] = ends.ring._shell._frontends.values()
+    [frontend] = ring._shell._frontends.values()
     for _ in range(100):
         frontend.link.poll()
-    submitting = ends.client.submit("y")
+    submitting = client.submit("y")
     submitting.send(None)  # it waits, else it would be over
     submitting.close()
     await turns()
-    ends.client.submit_nowait("x")
-    with await ends.ring.claim() as claim:
+    client.submit_nowait("x")
+    with await ring.claim() as claim:
         assert claim.payload == "x"
 
 
-async def test_five_slots_in_one_request(ends: Ends) -> None:
-    slots = await ends.client.slots([5000] * 5)
+async def test_five_slots_in_one_request(ring: Ring, client: Client) -> None:
+    slots = await client.slots([5000] * 5)
     views = [slot.tensor((5000,), torch.uint8).fill_(number) for number, slot in enumerate(slots)]
-    submission, claim = await ends.claim(views)
+    submission, claim = await claimed(ring, client, views)
     with claim:
         assert [int(view[0]) for view in claim.payload] == [0, 1, 2, 3, 4]
         await claim.reply("seen")
@@ -761,14 +733,13 @@ async def test_five_slots_in_one_request(ends: Ends) -> None:
 
 
 @pytest.mark.one_loop
-async def test_a_reply_that_is_copied_out_stays_what_it_was(ends: Ends) -> None:
+async def test_a_reply_that_is_copied_out_stays_what_it_was(submission: Submission, claim: Claim, client: Client) -> None:
     """Where reply space is short its slot goes back at once, and the next reply is written there."""
-    submission, claim = await ends.claim("x")
     with claim:
         replies = []
         for number in range(3):
             await claim.reply({"x": tensor(50_000, number)})
             replies.append(await submission.next())
-    assert ends.client.statistics().reply_copies > 0
+    assert client.statistics().reply_copies > 0
     for number, reply in enumerate(replies):
         assert reply["x"].eq(number).all()

@@ -14,9 +14,12 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.core.messages import PROTOCOL_VERSION, Inspect
 from shmring.ring import inspection
 from shmring.transport.endpoint import handshake_frame
+from tests.sessions import let_die
+from tests.waiting import eventually, turns
 
 BLOCK_NBYTES = 4096
 
@@ -29,9 +32,8 @@ def states(snapshot: shmring.RingSnapshot) -> dict[str, int]:
     return counts
 
 
-async def test_a_snapshot_has_the_request_that_is_worked_on_and_its_slot(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve()
-    client = await connect(description="frontend 7")
+@pytest.mark.client(description="frontend 7")
+async def test_a_snapshot_has_the_request_that_is_worked_on_and_its_slot(ring: Ring, client: Client) -> None:
     answer = asyncio.create_task(client.request({"x": torch.zeros(100_000)}, request_id="picture-1"))
     claim = await ring.claim()
     waiting = await client.submit({"x": torch.zeros(10_000)}, request_id="picture-2")
@@ -57,9 +59,7 @@ async def test_a_snapshot_has_the_request_that_is_worked_on_and_its_slot(serve: 
     del claim
 
 
-async def test_a_slot_that_is_left_with_a_view_is_named(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve()
-    client = await connect()
+async def test_a_slot_that_is_left_with_a_view_is_named(ring: Ring, client: Client) -> None:
     answer = asyncio.create_task(client.request({"x": torch.zeros(100_000)}, request_id="the-leak"))
     with await ring.claim() as claim:
         ring.inspect()  # it has been seen, as one that lives for a second is
@@ -77,9 +77,8 @@ async def test_a_slot_that_is_left_with_a_view_is_named(serve: Any, connect: Any
     await eventually(lambda: not ring.inspect().draining)
 
 
-async def test_anybody_of_this_user_may_ask_and_takes_nothing(serve: Any, connect: Any, socket_dir: Path) -> None:
-    ring = await serve(max_clients=1)
-    await connect()
+@pytest.mark.ring(max_clients=1)
+async def test_anybody_of_this_user_may_ask_and_takes_nothing(ring: Ring, client: Client, socket_dir: Path) -> None:
     before = ring.statistics()
     snapshot = await shmring.inspect(ring.name, socket_dir=str(socket_dir))
     assert ring.statistics() == before
@@ -88,8 +87,7 @@ async def test_anybody_of_this_user_may_ask_and_takes_nothing(serve: Any, connec
         assert getattr(snapshot, field) == getattr(own, field)
 
 
-async def test_the_program_of_an_engine_adds_to_it(serve: Any, socket_dir: Path) -> None:
-    ring = await serve()
+async def test_the_program_of_an_engine_adds_to_it(ring: Ring, socket_dir: Path) -> None:
     ring.add_to_snapshots(lambda: {"model": "mine"})
     assert (await shmring.inspect(ring.name, socket_dir=str(socket_dir))).program == {"model": "mine"}
 
@@ -99,17 +97,16 @@ async def test_without_an_engine_it_says_so(socket_dir: Path) -> None:
         await shmring.inspect("nobody", socket_dir=str(socket_dir))
 
 
-async def test_who_may_not_ask_is_refused_with_the_reason(serve: Any, socket_dir: Path) -> None:
-    ring = await serve(allowed_uids=frozenset({os.getuid() + 1}))
+@pytest.mark.ring(allowed_uids=frozenset({os.getuid() + 1}))
+async def test_who_may_not_ask_is_refused_with_the_reason(ring: Ring, socket_dir: Path) -> None:
     with pytest.raises(shmring.RemoteProtocolError, match="is not allowed to connect"):
         await shmring.inspect(ring.name, socket_dir=str(socket_dir))
     assert "is not allowed to connect" in ring.inspect().errors[0].text
 
 
 async def test_who_asks_and_does_not_read_keeps_nobody_waiting(
-    serve: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    ring: Ring, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring = await serve()
     ring.add_to_snapshots(lambda: {"large": "x" * (2 << 20)})  # more than a socket's buffer
 
     def ask(silent: socket.socket) -> None:
@@ -127,7 +124,7 @@ async def test_who_asks_and_does_not_read_keeps_nobody_waiting(
 
 
 async def test_those_who_ask_and_do_not_read_keep_nobody_from_asking(
-    serve: Any, connect: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    serve: Any, connect: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have all the places. Whoever comes gets the place of the one that has been silent for longest."""
     monkeypatch.setattr("shmring.ring.limits.MAX_INSPECTIONS", 3)
@@ -145,7 +142,7 @@ async def test_those_who_ask_and_do_not_read_keep_nobody_from_asking(
         assert ring.statistics().refused == 1, "only one place was needed, by one after the other"
 
 
-async def test_what_fails_once_is_looked_at_again(serve: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_fails_once_is_looked_at_again(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "_LOOK_S", 0.001)
     ring = await serve()
     looking = ring._shell.inspection
@@ -177,9 +174,8 @@ async def test_a_snapshot_is_bounded(serve: Any, connect: Any, monkeypatch: pyte
     del submissions
 
 
-async def test_kept_content_and_a_frontend_that_has_gone_are_shown(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(slab_nbytes="8MiB")
-    client = await connect()
+@pytest.mark.ring(slab_nbytes="8MiB")
+async def test_kept_content_and_a_frontend_that_has_gone_are_shown(ring: Ring, client: Client) -> None:
     async with client.slot(20_000) as slot:
         view = slot.tensor((5000,), torch.float32)
         kept = await client.keep(bytes(32), {"x": view})
@@ -191,10 +187,11 @@ async def test_kept_content_and_a_frontend_that_has_gone_are_shown(serve: Any, c
     session.link.abort()
     await eventually(lambda: [each.state for each in ring.inspect().clients] == ["quarantined"])
     assert "quarantined" in states(ring.inspect())
+    let_die(ring)
 
 
 async def test_a_ring_with_nothing_to_do_is_looked_at_less_often(
-    serve: Any, connect: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspection, "_LOOK_S", 0.001)
     monkeypatch.setattr(inspection, "_REST_S", 0.016)
@@ -214,7 +211,7 @@ async def test_a_ring_with_nothing_to_do_is_looked_at_less_often(
 
 
 async def test_a_full_slab_is_one_line_that_names_who_waits_and_who_has_it(
-    serve: Any, connect: Any, eventually: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    serve: Any, connect: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspection, "_LOOK_S", 0.01)
     monkeypatch.setattr(inspection, "_FULL_S", 0.0)
@@ -246,7 +243,7 @@ async def test_a_full_slab_is_one_line_that_names_who_waits_and_who_has_it(
 
 
 async def test_a_client_that_has_all_it_may_have_is_not_told_to_have_a_larger_slab(
-    serve: Any, connect: Any, eventually: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    serve: Any, connect: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inspection, "_LOOK_S", 0.01)
     monkeypatch.setattr(inspection, "_FULL_S", 0.0)
@@ -262,9 +259,8 @@ async def test_a_client_that_has_all_it_may_have_is_not_told_to_have_a_larger_sl
     (await waiting).close()
 
 
-async def test_who_looks_may_connect_in_the_turn_in_which_a_ring_closes(serve: Any, turns: Any) -> None:
+async def test_who_looks_may_connect_in_the_turn_in_which_a_ring_closes(ring: Ring) -> None:
     """Nothing is logged: asyncio accepted it for the cancelled task, and failed."""
-    ring = await serve()
     await turns()  # it waits for connections
     with socket.socket(socket.AF_UNIX) as late:
         late.connect(ring._shell._handshakes._listener.socket.getsockname())

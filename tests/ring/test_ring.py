@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import gc
 import logging
 import os
 import resource
@@ -22,12 +21,15 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.core.compiled import GIVING_UP
 from shmring.core.messages import PROTOCOL_VERSION, Call, Hello, encode_message
 from shmring.ring import handshakes, limits
 from shmring.transport.endpoint import handshake_frame
-from tests.forked import in_child
-from tests.sessions import session_of
+from tests.claiming import claimed
+from tests.garbage import uncollected
+from tests.sessions import let_die, session_of
+from tests.waiting import cancel, eventually, settled, turns
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -44,11 +46,6 @@ def descriptors() -> int:
 
 def slab_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("/dev/shm/shmring-")
-
-
-async def turns(count: int = 5) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 # -- the API as the design prints it ------------------------------------------------------------------------------------
@@ -92,8 +89,7 @@ async def test_both_ends_can_be_awaited_instead(socket_dir: Path) -> None:
 # -- claims -------------------------------------------------------------------------------------------------------------
 
 
-async def test_requests_are_claimed_in_order_of_arrival(serve: Any, connect: Any) -> None:
-    ring = await serve()
+async def test_requests_are_claimed_in_order_of_arrival(ring: Ring, connect: Any) -> None:
     clients = [await connect(), await connect()]
     for number in range(20):
         await clients[number % 2].submit(number, request_id=f"request-{number}")
@@ -108,7 +104,7 @@ async def test_requests_are_claimed_in_order_of_arrival(serve: Any, connect: Any
     assert sorted(number for _, number in seen) == list(range(20))
 
 
-async def test_claimers_are_served_in_the_order_in_which_they_wait(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_claimers_are_served_in_the_order_in_which_they_wait(serve: Any, connect: Any) -> None:
     ring, client_of = await serve(), connect
     served: list[int] = []
 
@@ -117,15 +113,14 @@ async def test_claimers_are_served_in_the_order_in_which_they_wait(serve: Any, c
             served.append(number)
 
     tasks = [asyncio.create_task(claimer(number)) for number in range(10)]
-    await turns()
+    await turns(5)
     client = await client_of()
     await asyncio.gather(*(client.submit(number) for number in range(10)))
     await asyncio.gather(*tasks)
     assert served == list(range(10))
 
 
-async def test_claim_nowait_claims_or_would_block(serve: Any, connect: Any, eventually: Any) -> None:
-    ring, client = await serve(), await connect()
+async def test_claim_nowait_claims_what_nobody_waits_for_or_would_block(ring: Ring, client: Client) -> None:
     with pytest.raises(shmring.WouldBlock):
         ring.claim_nowait()
     await client.submit("first")
@@ -134,15 +129,8 @@ async def test_claim_nowait_claims_or_would_block(serve: Any, connect: Any, even
         assert claim.payload == "first"
     with pytest.raises(shmring.WouldBlock):
         ring.claim_nowait()
-
-
-async def test_claim_nowait_does_not_overtake_waiting_callers(serve: Any, connect: Any, eventually: Any) -> None:
-    ring, client = await serve(), await connect()
-    await client.submit("first")
-    await eventually(lambda: ring.statistics().waiting)
-    ring.claim_nowait().done()
     waiting = asyncio.create_task(ring.claim())
-    await turns()
+    await turns(5)
     with pytest.raises(shmring.WouldBlock):
         ring.claim_nowait()
     await client.submit("second")
@@ -150,11 +138,10 @@ async def test_claim_nowait_does_not_overtake_waiting_callers(serve: Any, connec
 
 
 @pytest.mark.parametrize("after", range(4))
-async def test_a_cancelled_claimer_passes_its_turn_on(serve: Any, connect: Any, after: int) -> None:
+async def test_a_cancelled_claimer_passes_its_turn_on(ring: Ring, client: Client, after: int) -> None:
     """Cancelled at each moment around the arrival of a request: it is never lost, and nobody sleeps beside it."""
-    ring, client = await serve(), await connect()
     first, second = asyncio.create_task(ring.claim()), asyncio.create_task(ring.claim())
-    await turns()
+    await turns(5)
     await client.submit("only")
     while not ring.statistics().submitted:
         await asyncio.sleep(0)
@@ -167,11 +154,10 @@ async def test_a_cancelled_claimer_passes_its_turn_on(serve: Any, connect: Any, 
         (await second).done()
 
 
-async def test_a_claimer_that_came_after_the_requests_is_woken_by_the_one_before_it(serve: Any, connect: Any) -> None:
+async def test_a_claimer_that_came_after_the_requests_is_woken_by_the_one_before_it(ring: Ring, client: Client) -> None:
     """Two requests arrive while one waits; another comes before that one has run: nobody but the first can wake it."""
-    ring, client = await serve(), await connect()
     first = asyncio.create_task(ring.claim())
-    await turns()
+    await turns(5)
     client.submit_nowait(1)
     client.submit_nowait(2)
     while ring.statistics().submitted < 2:
@@ -191,8 +177,7 @@ async def test_a_claimer_that_came_after_the_requests_is_woken_by_the_one_before
         claim.done()
 
 
-async def test_closing_wakes_every_claimer(serve: Any) -> None:
-    ring = await serve()
+async def test_closing_wakes_every_claimer(ring: Ring) -> None:
     claimers = [asyncio.create_task(ring.claim()) for _ in range(3)]
 
     async def iterate() -> str:
@@ -201,7 +186,7 @@ async def test_closing_wakes_every_claimer(serve: Any) -> None:
         return "ended"
 
     iterating = asyncio.create_task(iterate())
-    await turns()
+    await turns(5)
     await ring.close()
     for claimer in claimers:
         with pytest.raises(shmring.ClosedError):
@@ -235,7 +220,7 @@ class Odd(Exception):
     ids=["plain", "own type", "file name", "surrogates", "long", "long and wide", "another's abort"],
 )
 async def test_a_handler_that_raises_fails_its_own_request_and_the_ring_goes_on(
-    serve: Any, connect: Any, settled: Any, error: Exception, type_name: str, text: str
+    serve: Any, connect: Any, error: Exception, type_name: str, text: str
 ) -> None:
     async def handle(claim: shmring.Claim) -> None:
         if claim.payload["fail"]:
@@ -267,7 +252,7 @@ async def test_a_request_that_is_finished_without_a_reply_is_an_error_but_an_emp
     assert [part async for part in client.stream("x", timeout=5)] == []
 
 
-async def test_run_handles_as_many_at_a_time_as_it_may(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_run_handles_as_many_at_a_time_as_it_may(serve: Any, connect: Any) -> None:
     running = most = 0
     go_on = asyncio.Event()
 
@@ -291,9 +276,7 @@ async def test_run_handles_as_many_at_a_time_as_it_may(serve: Any, connect: Any,
         await ring.run(handle, max_concurrency=0)
 
 
-async def test_cancelling_run_fails_what_it_was_handling(serve: Any, connect: Any, eventually: Any, settled: Any) -> None:
-    ring = await serve()
-
+async def test_cancelling_run_fails_what_it_was_handling(ring: Ring, connect: Any) -> None:
     async def handle(claim: shmring.Claim) -> None:
         await asyncio.Event().wait()
 
@@ -302,22 +285,16 @@ async def test_cancelling_run_fails_what_it_was_handling(serve: Any, connect: An
     big = torch.ones(10_000, dtype=torch.uint8)
     requests = [asyncio.create_task(client.request({"x": big})) for _ in range(4)]
     await eventually(lambda: ring.statistics().running == 2 and ring.statistics().waiting == 2)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
+    assert await cancel(running)
     results = await asyncio.wait(requests, timeout=5, return_when=asyncio.FIRST_EXCEPTION)
     failed = [task.exception() for task in results[0]]
     assert failed
     assert all(isinstance(error, shmring.RemoteError) and error.type_name == "CancelledError" for error in failed)
     await eventually(lambda: sum(task.done() for task in requests) == 2)
-    for request in requests:
-        request.cancel()
-    await asyncio.gather(*requests, return_exceptions=True)
-    await client.close()
-    await settled(ring)
+    await cancel(*requests)
 
 
-async def test_a_handler_whose_request_is_aborted_is_cancelled(serve: Any, connect: Any, eventually: Any, settled: Any) -> None:
+async def test_a_handler_whose_request_is_aborted_is_cancelled(serve: Any, connect: Any) -> None:
     cancelled: list[str] = []
 
     async def handle(claim: shmring.Claim) -> None:
@@ -342,9 +319,7 @@ async def test_a_handler_whose_request_is_aborted_is_cancelled(serve: Any, conne
     await settled(ring)
 
 
-async def test_a_handler_that_is_cancelled_before_it_starts_still_ends_its_claim(
-    serve: Any, connect: Any, eventually: Any
-) -> None:
+async def test_a_handler_that_is_cancelled_before_it_starts_still_ends_its_claim(serve: Any, connect: Any) -> None:
     """As when a loop that ends cancels all of its tasks."""
     started: list[int] = []
 
@@ -366,8 +341,7 @@ async def test_a_handler_that_is_cancelled_before_it_starts_still_ends_its_claim
         await asyncio.wait_for(submission.result(), 5)
     assert started == []
     assert ring.statistics().slots_in_use == 0
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await cancel(running)
 
 
 # -- payload types ------------------------------------------------------------------------------------------------------
@@ -384,13 +358,11 @@ class Picture(msgspec.Struct):
             raise KeyError("this label explodes")
 
 
-async def test_a_payload_of_the_wrong_type_fails_its_request_and_the_ring_goes_on(
-    serve: Any, connect: Any, settled: Any
-) -> None:
+async def test_a_payload_of_the_wrong_type_fails_its_request_and_the_ring_goes_on(serve: Any, connect: Any) -> None:
     seen: list[Picture] = []
 
     async def handle(claim: shmring.Claim) -> None:
-        seen.append(type(claim.payload))  # type: ignore[arg-type]
+        seen.append(type(claim.payload))
         await claim.reply(int(claim.payload.pixels.sum()))
 
     ring = await serve(handle, payload_type=Picture)
@@ -463,7 +435,7 @@ async def test_many_calls_at_once_wait_for_their_turn(serve: Any, connect: Any, 
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await turns()
+        await turns(5)
         running -= 1
 
     monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 4)
@@ -480,29 +452,24 @@ async def test_calls_that_nobody_waits_for_any_more_still_count_until_they_end(
     """A hung method must cost its callers their timeouts, and not the connection."""
     go_on = asyncio.Event()
 
-    async def hang() -> str:
-        await go_on.wait()
-        return "done"
-
     monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 3)
-    ring = await serve(calls={"hang": hang})
+    ring = await serve(calls={"hang": go_on.wait})
     client = await connect()
     for _ in range(10):
         with pytest.raises(TimeoutError):
             await client.call("hang", timeout=0.01)
     assert ring.statistics().protocol_errors == 0
     go_on.set()
-    assert await client.call("hang", timeout=5) == "done"
+    assert await client.call("hang", timeout=5) is True
+
+
+async def seven() -> int:
+    return 7
 
 
 @pytest.mark.one_loop
-async def test_a_call_that_can_not_be_sent_takes_no_turn(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer() -> int:
-        return 7
-
-    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 1)
-    await serve(calls={"answer": answer})
-    client = await connect()
+@pytest.mark.ring(calls={"seven": seven}, MAX_CALLS=1)
+async def test_a_call_that_can_not_be_sent_takes_no_turn(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     session = session_of(client)
 
     def fail(message: object) -> None:
@@ -512,12 +479,12 @@ async def test_a_call_that_can_not_be_sent_takes_no_turn(serve: Any, connect: An
         patch.setattr(session.link, "send", fail)
         for _ in range(2):
             with pytest.raises(MemoryError):
-                await client.call("answer", timeout=60)
+                await client.call("seven", timeout=60)
     assert not session.calls._results
-    assert await client.call("answer", timeout=60) == 7
+    assert await client.call("seven", timeout=60) == 7
 
 
-async def test_a_call_ends_with_its_connection(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_a_call_ends_with_its_connection(serve: Any, connect: Any) -> None:
     cancelled: list[bool] = []
 
     async def hang() -> None:
@@ -537,14 +504,16 @@ async def test_a_call_ends_with_its_connection(serve: Any, connect: Any, eventua
     await eventually(lambda: cancelled == [True])
 
 
-async def test_large_calls_at_once_do_not_end_the_connection(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def echo_bytes(data: bytes) -> bytes:
-        return data
+async def echo_bytes(data: bytes) -> bytes:
+    return data
 
+
+@pytest.mark.ring(calls={"echo": echo_bytes})
+async def test_large_calls_at_once_do_not_end_the_connection(
+    ring: Ring, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shmring.ring.frontend._OTHER_UNREAD_NBYTES", 128 << 10)
     monkeypatch.setattr("shmring.ring.frontend._FAILED_NBYTES", 0)
-    ring = await serve(calls={"echo": echo_bytes})
-    client = await connect()
     data = bytes(50_000)
     assert await asyncio.gather(*(client.call("echo", data, timeout=20) for _ in range(30))) == [data] * 30
     assert ring.statistics().protocol_errors == 0
@@ -554,9 +523,8 @@ async def test_large_calls_at_once_do_not_end_the_connection(serve: Any, connect
 
 
 @pytest.mark.one_loop
-async def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(serve: Any, connect: Any) -> None:
-    await serve(echo)
-    client = await connect()
+@pytest.mark.ring(handler=echo)
+async def test_a_second_engine_of_a_name_is_refused_and_harms_nothing(client: Client, serve: Any) -> None:
     before = descriptors()
     with pytest.raises(shmring.LocalProtocolError, match="running already"):
         await serve(echo)
@@ -618,8 +586,8 @@ async def test_what_is_asked_wrongly_is_refused_at_once(serve: Any, connect: Any
         await connect(description="x" * 257)
 
 
-async def test_more_clients_than_may_connect_are_refused_until_one_goes(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(echo, max_clients=2)
+@pytest.mark.ring(handler=echo, max_clients=2)
+async def test_more_clients_than_may_connect_are_refused_until_one_goes(ring: Ring, connect: Any) -> None:
     clients = [await connect(), await connect()]
     with pytest.raises(shmring.RemoteProtocolError, match="max_clients"):
         await connect()
@@ -656,9 +624,8 @@ asyncio.run(main())
 """
 
 
-async def test_who_was_refused_leaves_no_descriptor(serve: Any, connect: Any, turns: Any) -> None:
-    await serve(max_clients=1)
-    await connect()
+@pytest.mark.ring(max_clients=1)
+async def test_who_was_refused_leaves_no_descriptor(client: Client, connect: Any) -> None:
     counts = []
     for _ in range(3):
         with pytest.raises(shmring.RemoteProtocolError, match="max_clients"):
@@ -668,8 +635,7 @@ async def test_who_was_refused_leaves_no_descriptor(serve: Any, connect: Any, tu
     assert counts == [counts[0]] * 3
 
 
-async def test_who_has_said_hello_counts_no_more_as_one_who_says_nothing(serve: Any, connect: Any) -> None:
-    ring = await serve()
+async def test_who_has_said_hello_counts_no_more_as_one_who_says_nothing(ring: Ring, connect: Any) -> None:
     ring._shell._handshakes._greeting._count = 1
     for _ in range(3):
         client = await connect()
@@ -679,7 +645,7 @@ async def test_who_has_said_hello_counts_no_more_as_one_who_says_nothing(serve: 
 
 
 async def test_connections_that_have_gone_count_for_their_process_alone(
-    serve: Any, connect: Any, socket_dir: Path, settled: Any, eventually: Any, run_python: Any
+    serve: Any, connect: Any, socket_dir: Path, run_python: Any
 ) -> None:
     times = 16
     ring = await serve(echo, slab_nbytes="8MiB", max_clients=times + 2)
@@ -700,11 +666,8 @@ async def test_connections_that_have_gone_count_for_their_process_alone(
     await settled(ring)
 
 
-async def test_who_does_not_say_hello_in_time_is_disconnected(
-    serve: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shmring.ring.limits.HANDSHAKE_S", 0.05)
-    ring = await serve()
+@pytest.mark.ring(HANDSHAKE_S=0.05)
+async def test_who_does_not_say_hello_in_time_is_disconnected(ring: Ring, socket_dir: Path) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(os.fspath(socket_dir / "test.sock"))
         silent.setblocking(False)
@@ -712,24 +675,18 @@ async def test_who_does_not_say_hello_in_time_is_disconnected(
         assert await asyncio.get_running_loop().sock_recv(silent, 100) == b""
 
 
-async def test_a_frontend_that_goes_before_it_is_welcome_keeps_nothing(
-    serve: Any, socket_dir: Path, settled: Any, eventually: Any
-) -> None:
+async def test_a_frontend_that_goes_before_it_is_welcome_keeps_nothing(ring: Ring, socket_dir: Path) -> None:
     """It never got the slab, so its process (which lives on: it is this one) can't be writing to it."""
-    ring = await serve()
     hello = handshake_frame(Hello(PROTOCOL_VERSION, 65536))
     for _ in range(30):
         with socket.socket(socket.AF_UNIX) as hasty:
             hasty.connect(os.fspath(socket_dir / "test.sock"))
             hasty.sendall(hello)
     await eventually(lambda: ring.statistics().refused == 30)
-    await settled(ring)
 
 
-async def test_as_many_frontends_as_are_allowed_may_come_at_once(
-    serve: Any, socket_dir: Path, settled: Any, eventually: Any
-) -> None:
-    ring = await serve(max_clients=2)
+@pytest.mark.ring(max_clients=2)
+async def test_as_many_frontends_as_are_allowed_may_come_at_once(ring: Ring, socket_dir: Path) -> None:
     connections = [socket.socket(socket.AF_UNIX) for _ in range(2)]
     for connection in connections:
         connection.connect(os.fspath(socket_dir / "test.sock"))
@@ -739,18 +696,12 @@ async def test_as_many_frontends_as_are_allowed_may_come_at_once(
     for connection in connections:
         connection.sendall(GIVING_UP)
         connection.close()
-    await settled(ring)
 
 
+@pytest.mark.ring(calls={"seven": seven}, MAX_CALLS=1)
 async def test_a_call_that_follows_the_answer_to_another_at_once_is_no_call_too_many(
-    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+    ring: Ring, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def get_one() -> int:
-        return 1
-
-    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 1)
-    ring = await serve(calls={"one": get_one})
-    client = await connect()
     [frontend] = ring._shell._frontends.values()
     send = frontend.link.send
     answered: list[int] = []
@@ -758,23 +709,19 @@ async def test_a_call_that_follows_the_answer_to_another_at_once_is_no_call_too_
     def send_and_call_again(message: Any) -> None:
         send(message)
         answered.append(message.call_id)
-        if len(answered) < 3:
-            frontend.handle_record(encode_message(Call(message.call_id + 1, "one", b"\x90")))  # as an impatient frontend would
+        if len(answered) < 3:  # as an impatient frontend would
+            frontend.handle_record(encode_message(Call(message.call_id + 1, "seven", b"\x90")))
 
     monkeypatch.setattr(frontend.link, "send", send_and_call_again)
     session = session_of(client)
-    assert session is not None
     for call_id in (2, 3):
         session.calls._results[call_id] = asyncio.get_running_loop().create_future()
-    assert await client.call("one", timeout=5) == 1
+    assert await client.call("seven", timeout=5) == 7
     await asyncio.wait_for(asyncio.gather(*session.calls._results.values()), 5)
     assert ring.statistics().protocol_errors == 0
 
 
-async def test_a_frontend_that_says_goodbye_before_it_is_welcome_keeps_nothing(
-    serve: Any, socket_dir: Path, settled: Any, eventually: Any
-) -> None:
-    ring = await serve()
+async def test_a_frontend_that_says_goodbye_before_it_is_welcome_keeps_nothing(ring: Ring, socket_dir: Path) -> None:
     with socket.socket(socket.AF_UNIX) as polite:
         polite.connect(os.fspath(socket_dir / "test.sock"))
         polite.sendall(handshake_frame(Hello(PROTOCOL_VERSION, 65536)) + GIVING_UP)
@@ -782,11 +729,9 @@ async def test_a_frontend_that_says_goodbye_before_it_is_welcome_keeps_nothing(
         while await asyncio.get_running_loop().sock_recv(polite, 65536):
             pass
     assert ring.statistics().protocol_errors == 0
-    await settled(ring)
 
 
-async def test_an_engine_out_of_descriptors_accepts_again_later(serve: Any, socket_dir: Path, eventually: Any) -> None:
-    ring = await serve()
+async def test_an_engine_out_of_descriptors_accepts_again_later(ring: Ring, socket_dir: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket(socket.AF_UNIX) as client:
         client.setblocking(False)
@@ -838,7 +783,7 @@ async def test_accepting_goes_on_whatever_the_kernel_says(
 
 
 async def test_silent_processes_keep_nobody_from_connecting(
-    serve: Any, connect: Any, socket_dir: Path, run_python: Any, eventually: Any
+    serve: Any, connect: Any, socket_dir: Path, run_python: Any
 ) -> None:
     """A process has a connection in each place of those that have not said hello, and is stopped; others do what they like."""
     places = 2 + limits.MAX_WORKERS
@@ -853,7 +798,7 @@ async def test_silent_processes_keep_nobody_from_connecting(
     assert ring.statistics().refused == 1, "only one place was needed, by one after the other"
 
 
-async def test_of_silent_peers_the_process_with_the_most_loses_its_oldest(eventually: Any) -> None:
+async def test_of_silent_peers_the_process_with_the_most_loses_its_oldest() -> None:
     places, lost = handshakes._Places(3), []
 
     async def keep_silent(name: str, pid: int) -> None:
@@ -867,9 +812,7 @@ async def test_of_silent_peers_the_process_with_the_most_loses_its_oldest(eventu
     tasks = [asyncio.create_task(keep_silent(*peer)) for peer in peers]
     await eventually(lambda: lost)
     assert lost == ["the greedy one's oldest"]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel(*tasks)
 
 
 _SAYS_NOTHING = """
@@ -882,11 +825,10 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.ring(handler=echo)
 async def test_an_engine_without_descriptors_says_so_once_however_often_frontends_try(
-    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ring: Ring, connect: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ring = await serve(echo)
-
     def refuse(*arguments: Any) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -900,12 +842,7 @@ async def test_an_engine_without_descriptors_says_so_once_however_often_frontend
 
 
 async def test_whoever_removes_the_directory_of_the_socket_keeps_nobody_out(
-    serve: Any,
-    connect: Any,
-    socket_dir: Path,
-    eventually: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    serve: Any, connect: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """logind removes ``$XDG_RUNTIME_DIR`` when its user logs out. Who is connected goes on; no other engine gets the name."""
     monkeypatch.setattr("shmring.ring.handshakes._LOOK_S", 0.02)
@@ -930,12 +867,7 @@ async def test_whoever_removes_the_directory_of_the_socket_keeps_nobody_out(
 
 
 async def test_a_lock_that_somebody_removes_is_there_again_and_the_log_says_so(
-    serve: Any,
-    connect: Any,
-    socket_dir: Path,
-    eventually: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    serve: Any, connect: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("shmring.ring.handshakes._LOOK_S", 0.02)
     ring = await serve(echo)
@@ -949,12 +881,7 @@ async def test_a_lock_that_somebody_removes_is_there_again_and_the_log_says_so(
 
 
 async def test_what_comes_back_in_the_place_of_the_directory_is_checked_and_named_once(
-    serve: Any,
-    connect: Any,
-    socket_dir: Path,
-    eventually: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    serve: Any, connect: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks: list[int] = []
     monkeypatch.setattr("shmring.ring.handshakes._LOOK_S", 0.005)
@@ -979,10 +906,10 @@ async def test_what_comes_back_in_the_place_of_the_directory_is_checked_and_name
 
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("failing", ["sealed_rings", "map_rings", "send_welcome", "ProcessWatch"])
+@pytest.mark.ring(handler=echo)
 async def test_a_frontend_that_cannot_be_admitted_leaks_nothing_and_another_can(
-    serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch, settled: Any, eventually: Any, failing: str
+    ring: Ring, connect: Any, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    ring = await serve(echo)
     before = descriptors()
 
     def refuse(*arguments: Any) -> None:
@@ -1001,10 +928,9 @@ async def test_a_frontend_that_cannot_be_admitted_leaks_nothing_and_another_can(
     assert await client.request(1, timeout=5) == 1
 
 
-async def test_an_engine_keeps_two_descriptors_for_each_frontend(serve: Any, connect: Any) -> None:
+@pytest.mark.ring(handler=echo)
+async def test_an_engine_keeps_two_descriptors_for_each_frontend(client: Client, connect: Any) -> None:
     """Two at this end and three at the other: rings and slab need none once they are mapped."""
-    await serve(echo)
-    await connect()
     before = descriptors()
     for _ in range(5):
         await connect()
@@ -1014,34 +940,26 @@ async def test_an_engine_keeps_two_descriptors_for_each_frontend(serve: Any, con
 # -- lists that are too long for one message ------------------------------------------------------------------------------
 
 
-async def test_replies_dropped_together_come_back_though_they_are_too_many_for_a_message(
-    serve: Any, connect: Any, eventually: Any, settled: Any
-) -> None:
-    async def answer(claim: shmring.Claim) -> None:
-        for number in range(claim.payload["n"]):
-            await claim.reply(torch.full((1100,), number % 251, dtype=torch.uint8))
+async def reply_often(claim: shmring.Claim) -> None:
+    for number in range(claim.payload):
+        await claim.reply(torch.full((1100,), number % 251, dtype=torch.uint8))
 
-    ring = await serve(answer, slab_nbytes="32MiB", reply_nbytes="16MiB", message_ring_nbytes="16KiB", inline_nbytes="1KiB")
-    client = await connect()
-    replies = [reply async for reply in client.stream({"n": 1600}, timeout=30)]
+
+narrow = pytest.mark.ring(handler=reply_often, slab_nbytes="32MiB", reply_nbytes="16MiB", message_ring_nbytes="16KiB")
+
+
+@narrow
+async def test_replies_dropped_together_come_back_though_they_are_too_many_for_a_message(ring: Ring, client: Client) -> None:
+    replies = [reply async for reply in client.stream(1600, timeout=30)]
     assert client.statistics().reply_slots_held == 1600
     replies.clear()
     await eventually(lambda: ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes)
     assert ring.statistics().protocol_errors == 0
-    await client.close()
-    await settled(ring)
 
 
-async def test_a_goodbye_that_keeps_more_than_a_message_names_gives_all_else_back(
-    serve: Any, connect: Any, eventually: Any
-) -> None:
-    async def answer(claim: shmring.Claim) -> None:
-        for number in range(claim.payload["n"]):
-            await claim.reply(torch.full((1100,), number % 251, dtype=torch.uint8))
-
-    ring = await serve(answer, slab_nbytes="32MiB", reply_nbytes="16MiB", message_ring_nbytes="16KiB", inline_nbytes="1KiB")
-    client = await connect()
-    replies = [reply async for reply in client.stream({"n": 1600}, timeout=30)]
+@narrow
+async def test_a_goodbye_that_keeps_more_than_a_message_names_gives_all_else_back(ring: Ring, client: Client) -> None:
+    replies = [reply async for reply in client.stream(1600, timeout=30)]
     del replies[:100]
     await client.close()
     await eventually(lambda: ring.statistics().clients == 0)
@@ -1050,34 +968,30 @@ async def test_a_goodbye_that_keeps_more_than_a_message_names_gives_all_else_bac
     assert now.reply_nbytes - now.reply_free_nbytes == 1500 * 4096, "what is viewed is kept until the process ends"
     assert now.quarantined_nbytes == 0
     assert all(int(reply[0]) == (number + 100) % 251 for number, reply in enumerate(replies))
-    next(iter(ring._shell._frontends.values())).died()
+    let_die(ring)
     assert ring.statistics().reply_free_nbytes == now.reply_nbytes
 
 
-async def test_slots_of_a_request_that_are_too_many_for_a_message_come_back(serve: Any, connect: Any, settled: Any) -> None:
-    async def answer(claim: shmring.Claim) -> None:
-        await claim.reply(sum(int(tensor[0]) for tensor in claim.payload["x"]))
+async def add_up(claim: shmring.Claim) -> None:
+    await claim.reply(sum(int(tensor[0]) for tensor in claim.payload))
 
-    ring = await serve(answer, slab_nbytes="16MiB")
-    client = await connect()
+
+@pytest.mark.ring(handler=add_up, slab_nbytes="16MiB")
+async def test_slots_of_a_request_that_are_too_many_for_a_message_come_back(client: Client) -> None:
     slots = [await client.slot(64) for _ in range(1200)]
     tensors = [slot.tensor((64,), torch.uint8).fill_(number % 251) for number, slot in enumerate(slots)]
-    assert await client.request({"x": tensors}, timeout=20) == sum(number % 251 for number in range(1200))
+    assert await client.request(tensors, timeout=20) == sum(number % 251 for number in range(1200))
     assert client.statistics().slots_submitted == 0
     assert client.statistics().in_place == 1200
     for slot in slots:
         slot.close()
-    del tensors
-    await client.close()
-    await settled(ring)
 
 
 # -- closing ------------------------------------------------------------------------------------------------------------
 
 
-async def test_closing_for_a_reason_that_is_no_text_closes(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(message_ring_nbytes="16KiB")
-    client = await connect()
+@pytest.mark.ring(message_ring_nbytes="16KiB")
+async def test_closing_for_a_reason_that_is_no_text_closes(ring: Ring, client: Client) -> None:
     claiming = asyncio.create_task(ring.claim())
     await asyncio.sleep(0)
     await ring.close("bad \udcff " + "x" * 5000)
@@ -1086,7 +1000,7 @@ async def test_closing_for_a_reason_that_is_no_text_closes(serve: Any, connect: 
     await eventually(lambda: not client.connected)
 
 
-async def test_closing_fails_what_is_pending_and_gives_everything_back(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_closing_fails_what_is_pending_and_gives_everything_back(serve: Any, connect: Any) -> None:
     seen: list[shmring.Claim] = []
     before = slab_mappings()
 
@@ -1107,7 +1021,7 @@ async def test_closing_fails_what_is_pending_and_gives_everything_back(serve: An
     await eventually(lambda: slab_mappings() == before)
 
 
-async def test_nothing_is_left_after_many_lives(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_nothing_is_left_after_many_lives(serve: Any, connect: Any) -> None:
     async def life() -> None:
         ring = await serve(echo)
         client = await connect()
@@ -1118,29 +1032,25 @@ async def test_nothing_is_left_after_many_lives(serve: Any, connect: Any, eventu
         del reply
         await client.close()
         await ring.close()
-        await turns()
+        await turns(5)
         await eventually(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 
     await life()
-    gc.disable()
-    try:
+    with uncollected():
         before = descriptors(), slab_mappings(), len(asyncio.all_tasks())
         for _ in range(10):
             await life()
         await eventually(lambda: (descriptors(), slab_mappings(), len(asyncio.all_tasks())) == before)
-    finally:
-        gc.enable()
 
 
-async def test_a_close_that_is_cancelled_at_any_moment_has_closed(serve: Any, connect: Any, eventually: Any) -> None:
+async def test_a_close_that_is_cancelled_at_any_moment_has_closed(serve: Any, connect: Any) -> None:
     for steps in range(1, 20):
         ring = await serve(echo)
         client = await connect()
         closing = asyncio.create_task(ring.close())
         await turns(steps)
         ended = closing.done()
-        closing.cancel()
-        await asyncio.gather(closing, return_exceptions=True)
+        await cancel(closing)
         await client.close()
         again = await serve(echo)  # the name is free
         await again.close()
@@ -1149,10 +1059,8 @@ async def test_a_close_that_is_cancelled_at_any_moment_has_closed(serve: Any, co
     pytest.fail("closing never ended")
 
 
-async def test_a_claim_may_be_left_after_its_ring_is_closed(serve: Any, connect: Any, eventually: Any) -> None:
-    ring, client = await serve(), await connect()
-    await client.submit({"x": torch.arange(5000, dtype=torch.int32)})
-    claim = await ring.claim()
+async def test_a_claim_may_be_left_after_its_ring_is_closed(ring: Ring, client: Client) -> None:
+    _, claim = await claimed(ring, client, {"x": torch.arange(5000, dtype=torch.int32)})
     with claim:
         tensor = claim.payload["x"]
         await ring.close()
@@ -1166,7 +1074,7 @@ async def test_a_claim_may_be_left_after_its_ring_is_closed(serve: Any, connect:
 @pytest.mark.parametrize("steps", range(10))
 @pytest.mark.parametrize("offload_nbytes", [0, MIB], ids=["copied on a thread", "copied in the loop"])
 async def test_closing_while_a_reply_gets_its_space_is_an_abort(
-    serve: Any, connect: Any, eventually: Any, steps: int, offload_nbytes: int, monkeypatch: pytest.MonkeyPatch
+    serve: Any, connect: Any, steps: int, offload_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The space may be granted, and the ring closed before the handler runs again: there is no slab to write to."""
     monkeypatch.setattr("shmring.ring.limits.COPY_OFFLOAD_NBYTES", offload_nbytes)
@@ -1187,36 +1095,14 @@ async def test_closing_while_a_reply_gets_its_space_is_an_abort(
     claim.done()
 
 
-# -- processes ----------------------------------------------------------------------------------------------------------
-
-
-async def test_a_forked_child_that_leaves_the_ring_does_not_harm_its_parent(serve: Any, connect: Any) -> None:
-    ring = await serve(echo)
-    client = await connect()
-
-    def as_child() -> None:
-        with pytest.raises(shmring.ClosedError, match="forked"):
-            ring.claim_nowait()
-        for end in (ring, client):
-            closing = end.close()
-            with contextlib.suppress(StopIteration, RuntimeError):
-                while True:
-                    closing.send(None)
-
-    in_child(as_child)
-    assert await client.request("still there", timeout=5) == "still there"
-    assert ring.statistics().clients == 1
-
-
 # -- logs ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ring(debug=True)
 async def test_in_debug_mode_views_that_outlive_their_claim_are_logged(
-    serve: Any, connect: Any, caplog: pytest.LogCaptureFixture, eventually: Any
+    ring: Ring, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ring, client = await serve(debug=True), await connect()
-    await client.submit({"x": torch.ones(5000)})
-    claim = await ring.claim()
+    _, claim = await claimed(ring, client, {"x": torch.ones(5000)})
     with caplog.at_level(logging.WARNING, "shmring.ring"), claim:
         kept = claim.payload["x"]
     [record] = caplog.records
@@ -1229,9 +1115,8 @@ async def test_in_debug_mode_views_that_outlive_their_claim_are_logged(
     await eventually(lambda: ring.statistics().slots_draining == 0)
 
 
-async def test_statistics_add_up(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve(echo, slab_nbytes="2MiB", reply_nbytes="256KiB")
-    client = await connect()
+@pytest.mark.ring(handler=echo, slab_nbytes="2MiB", reply_nbytes="256KiB")
+async def test_statistics_add_up(ring: Ring, client: Client) -> None:
     big = torch.ones(20_000, dtype=torch.uint8)
     for _ in range(3):
         await client.request({"x": big}, timeout=5)
@@ -1242,4 +1127,4 @@ async def test_statistics_add_up(serve: Any, connect: Any, eventually: Any) -> N
     assert now.leasable_nbytes + now.reply_nbytes + 4096 == now.slab_nbytes
     assert now.clients == 1
     with pytest.raises(AttributeError):
-        now.clients = 2  # type: ignore[misc]
+        now.clients = 2

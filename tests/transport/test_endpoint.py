@@ -27,6 +27,7 @@ from shmring.transport.endpoint import (
 )
 from shmring.transport.listener import Listener, socket_path
 from shmring.transport.rings import sealed_rings
+from tests.waiting import cancel, turns
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -301,8 +302,7 @@ async def test_a_frontend_that_is_cancelled_at_any_moment_leaks_nothing(engine: 
         before = descriptors()
         answering = asyncio.create_task(engine.welcome())
         attaching = asyncio.create_task(attach_engine(path, HELLO, ME))
-        for _ in range(steps):
-            await asyncio.sleep(0)
+        await turns(steps)
         arrived = attaching.done()
         attaching.cancel()
         attached, _ = await asyncio.gather(attaching, asyncio.wait([answering], timeout=0.02), return_exceptions=True)
@@ -364,8 +364,5 @@ async def test_a_frontend_waits_while_as_many_wait_as_can(path: Path) -> None:
             await asyncio.sleep(0.001)
         [said] = [reading.result() for reading in heard if reading.done()]
         assert HELLO.name.encode() in said
-        for reading in heard:
-            reading.cancel()
-        await asyncio.gather(*heard, return_exceptions=True)
-        attaching.cancel()
-        await asyncio.gather(attaching, return_exceptions=True)
+        await cancel(*heard)
+        await cancel(attaching)

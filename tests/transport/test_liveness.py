@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,8 +19,17 @@ from shmring.processes.process import Process
 from shmring.transport import liveness
 from shmring.transport.liveness import ProcessId, ProcessWatch, open_peer_pidfd
 from tests.tables import for_each
+from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.both_loops
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    """Each test leaves as many descriptors as there were."""
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.fixture
@@ -34,7 +43,6 @@ async def test_a_watch_that_cannot_be_set_leaks_no_descriptor(monkeypatch: pytes
     def refuse(*arguments: object) -> None:
         raise OSError(24, "Too many open files")
 
-    before = len(os.listdir("/proc/self/fd"))
     loop = asyncio.get_running_loop()
 
     class Loop:
@@ -42,8 +50,7 @@ async def test_a_watch_that_cannot_be_set_leaks_no_descriptor(monkeypatch: pytes
         remove_reader = loop.remove_reader
 
     with pytest.raises(OSError, match="Too many"):
-        ProcessWatch(Loop(), os.pidfd_open(os.getpid()), Deaths())  # type: ignore[arg-type]
-    assert len(os.listdir("/proc/self/fd")) == before
+        ProcessWatch(Loop(), os.pidfd_open(os.getpid()), Deaths())
 
 
 class Deaths:
@@ -54,8 +61,7 @@ class Deaths:
         self.count += 1
 
 
-async def test_a_death_is_told_once_and_the_descriptor_closed(child: Process, eventually: Any, turns: Any) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+async def test_a_death_is_told_once_and_the_descriptor_closed(child: Process) -> None:
     deaths = Deaths()
     watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
     await asyncio.sleep(0)
@@ -66,10 +72,9 @@ async def test_a_death_is_told_once_and_the_descriptor_closed(child: Process, ev
     await turns()
     assert deaths.count == 1
     watch.close()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_stopped_process_is_not_dead(child: Process, eventually: Any, turns: Any) -> None:
+async def test_a_stopped_process_is_not_dead(child: Process) -> None:
     deaths = Deaths()
     watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
     child.send(signal.SIGSTOP)
@@ -92,8 +97,7 @@ async def test_who_asks_is_told_of_a_death_before_the_loop_has_heard_of_it(child
     watch.close()
 
 
-async def test_a_closed_watch_is_silent(child: Process, turns: Any) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+async def test_a_closed_watch_is_silent(child: Process) -> None:
     deaths = Deaths()
     watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), deaths)
     watch.close()
@@ -102,10 +106,9 @@ async def test_a_closed_watch_is_silent(child: Process, turns: Any) -> None:
     child.wait()
     await turns()
     assert deaths.count == 0
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
-async def test_a_process_that_was_dead_already_is_told_too(child: Process, eventually: Any) -> None:
+async def test_a_process_that_was_dead_already_is_told_too(child: Process) -> None:
     pidfd = os.pidfd_open(child.pid)
     child.send(signal.SIGKILL)
     child.wait()
@@ -139,12 +142,10 @@ async def test_the_peers_own_process_is_watched(without_peer_pidfd: bool) -> Non
 
 def test_without_the_kernels_help_a_peer_that_hung_up_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_SO_PEERPIDFD", 9999)
-    before = len(os.listdir("/proc/self/fd"))
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours, pytest.raises(PeerLostError, match="is gone"):
         open_peer_pidfd(ours, os.getpid())
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_without_the_kernels_help_a_dead_pid_is_an_error(child: Process, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +173,6 @@ time.sleep(600)
 
 @pytest.mark.one_loop
 def test_a_process_is_known_by_its_number_and_when_it_started(run_python: Callable[..., Process]) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     child = run_python("-c", _SAYS_WHO_IT_IS)
     child_id = id_of(child)
     pidfd = child_id.open()
@@ -185,7 +185,6 @@ def test_a_process_is_known_by_its_number_and_when_it_started(run_python: Callab
     with pytest.raises(PeerLostError, match="is gone"):
         child_id.open()
     child.close()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.one_loop
@@ -259,7 +258,7 @@ def test_a_process_that_cannot_be_seen_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "program", ["", "import ctypes; ctypes.CDLL(None).ptrace(0, 0, 0, 0)"], ids=["by a signal", "by a debugger"]
 )
-async def test_a_process_that_was_stopped_is_told_from_one_that_runs(program: str, run_python: Any, eventually: Any) -> None:
+async def test_a_process_that_was_stopped_is_told_from_one_that_runs(program: str, run_python: Any) -> None:
     """One that has itself traced (PTRACE_TRACEME) stops for its tracer, which is this process."""
     child: Process = run_python("-c", f"import os, signal; {program}\nos.kill(os.getpid(), signal.SIGSTOP)")
     watch = ProcessWatch(asyncio.get_running_loop(), os.pidfd_open(child.pid), Deaths())

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client, Ring
 from shmring.core.compiled import LINK_S, TURN_S, VAIN_VIGILS, VIGIL_RETRY, VIGIL_S, Poller, RecordWriter, Vigil, ring_nbytes
 from shmring.core.messages import Refused
 from shmring.transport import loops
 from tests.model.inside import LinkInPython
-from tests.sessions import session_of
+from tests.sessions import let_die, session_of
 from tests.tables import for_each
+from tests.waiting import eventually, turns
 
 
 class Loop:
@@ -69,7 +71,7 @@ def clock() -> list[float]:
 
 
 def poller_of(loop: Loop, clock: list[float], give_way: Callable[[], object] = lambda: None) -> Poller:
-    return Poller(loop, clock=lambda: clock[0], give_way=give_way)  # type: ignore[arg-type]
+    return Poller(loop, clock=lambda: clock[0], give_way=give_way)
 
 
 def wake(poller: Poller, link: Link) -> None:
@@ -285,9 +287,7 @@ def test_what_comes_while_others_run_is_found_in_the_same_turn(clock: list[float
 
 
 @pytest.mark.both_loops
-async def test_both_ends_poll_and_sleep_again(
-    serve: Any, connect: Any, eventually: Any, turns: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_both_ends_poll_and_sleep_again(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]  # it stands still, or a busy machine makes it seem that they sleep
     monkeypatch.setattr(loops, "Poller", lambda loop, **options: Poller(loop, clock=lambda: now[0], **options))
 
@@ -313,19 +313,22 @@ async def test_both_ends_poll_and_sleep_again(
     running.cancel()
 
 
-async def test_a_frontend_that_hears_of_the_end_while_it_looks_for_a_reply(serve: Any, connect: Any) -> None:
+@pytest.mark.ring(busy_poll_s=0.1)
+@pytest.mark.client(busy_poll_s=0.1)
+async def test_a_frontend_that_hears_of_the_end_while_it_looks_for_a_reply(ring: Ring, client: Client) -> None:
     """Its session lets go of the ring that it reads there and then."""
-    ring, client = await serve(busy_poll_s=0.1), await connect(busy_poll_s=0.1)
     submission = await client.submit([1])
     for frontend in ring._shell._frontends.values():
         frontend.send(Refused("no more"))
     with pytest.raises(shmring.EngineDeadError, match="no more"):
         await submission.next()
     assert not client.connected
+    let_die(ring)
 
 
-async def test_an_engine_that_hears_of_the_end_while_it_looks_for_a_request(serve: Any, connect: Any) -> None:
-    ring, client = await serve(busy_poll_s=0.1), await connect(busy_poll_s=0.1)
+@pytest.mark.ring(busy_poll_s=0.1)
+@pytest.mark.client(busy_poll_s=0.1)
+async def test_an_engine_that_hears_of_the_end_while_it_looks_for_a_request(ring: Ring, client: Client) -> None:
     await client.submit([1])
     with ring.claim_nowait():
         pass
@@ -362,9 +365,7 @@ async def test_who_polls_and_has_nothing_in_hand_looks_before_the_loop_goes_on(
         await asyncio.to_thread(client.close)
 
 
-async def test_without_it_an_end_that_has_nothing_to_do_sleeps(serve: Any, connect: Any, eventually: Any) -> None:
-    ring = await serve()
-    client = await connect()
+async def test_without_it_an_end_that_has_nothing_to_do_sleeps(ring: Ring, client: Client) -> None:
     await eventually(lambda: not ring._shell.life.poller.is_due and not session_of(client).link._poller.is_due)
 
 
@@ -418,9 +419,8 @@ def test_two_ends_that_both_sleep_find_out_that_they_need_not() -> None:
     assert all(looked[-VIGIL_RETRY:])
 
 
-async def test_an_end_with_nothing_to_do_sleeps(serve: Any, connect: Any) -> None:
+async def test_an_end_with_nothing_to_do_sleeps(ring: Ring, client: Client) -> None:
     """Also one that has just had its first messages, and was answered at once."""
-    ring, client = await serve(), await connect()
     for number in range(20):
         submission = await client.submit([number])
         with await ring.claim():

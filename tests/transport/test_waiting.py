@@ -16,6 +16,7 @@ import shmring
 import shmring.threads
 from shmring.config import ClientConfig, WorkerConfig
 from shmring.transport.waiting import saying_for_whom
+from tests.waiting import eventually, turns
 
 OPENINGS: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
     "a client": lambda options: shmring.connect("test", **options),
@@ -33,12 +34,7 @@ def test_a_person_has_a_minute_to_start_the_other_program() -> None:
 @pytest.mark.both_loops
 @pytest.mark.parametrize("opening", OPENINGS)
 async def test_after_a_moment_the_log_says_who_is_waited_for_and_where(
-    opening: str,
-    serve: Any,
-    socket_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    eventually: Any,
+    opening: str, serve: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("shmring.transport.waiting._SAID_AFTER_S", 0.02)
     trying = asyncio.ensure_future(OPENINGS[opening]({"socket_dir": str(socket_dir)}))
@@ -58,7 +54,7 @@ async def test_after_a_moment_the_log_says_who_is_waited_for_and_where(
 
 @pytest.mark.both_loops
 async def test_who_is_there_in_time_is_not_waited_for_aloud(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, turns: Any
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("shmring.transport.waiting._SAID_AFTER_S", 0.0)
     with saying_for_whom("nobody", 60.0):
