@@ -34,6 +34,7 @@ from shmring.core import compiled, messages
 from shmring.door import count_of, parse_nbytes, seconds_of, timeout_of
 from shmring.threads.loop_calls import LoopCall, keep
 from tests.tables import for_each
+from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")
 
@@ -163,7 +164,7 @@ class World:
     idle: shmring.Ring
     client: shmring.Client
     other: shmring.Client
-    socket_dir: str
+    place: dict[str, str]
     numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
     @contextlib.asynccontextmanager
@@ -180,8 +181,7 @@ class World:
     async def for_a_moment(self, work: Any) -> None:
         """Of calls that go on until the ring is closed: lets one begin, and ends it."""
         task = asyncio.ensure_future(work)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turns(5)
         if not task.done():
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -224,124 +224,88 @@ async def all_of(stream: Any) -> None:
 async def world(serve: Any, connect: Any, socket_dir: Path) -> World:
     ring = await serve(echo, calls={"never": never})
     idle = await serve(name="idle", broadcast_nbytes="64KiB")
-    return World(ring, idle, await connect(), await connect(name="idle"), str(socket_dir))
+    return World(ring, idle, await connect(), await connect(name="idle"), {"socket_dir": str(socket_dir)})
 
 
 Try = Callable[[World, Any], Awaitable[Any]]
 KEY = bytes(32)
 BYTES = torch.zeros(2000)
 
-#: Of each call: what tries it with a value, and the argument that an error names.
-CLIENT: dict[str, tuple[str, Try]] = {
-    "request timeout": ("timeout", lambda w, v: w.client.request(1, timeout=v)),
-    "request request_id": ("request_id", lambda w, v: w.client.request(1, request_id=v)),
-    "request key": ("key", lambda w, v: w.client.request(1, key=v)),
-    "request engine": ("engine", lambda w, v: w.client.request(1, engine=v)),
-    "request retry": ("retry", lambda w, v: w.client.request(1, retry=v)),
-    "stream timeout": ("timeout", lambda w, v: all_of(w.client.stream(1, timeout=v))),
-    "stream request_id": ("request_id", lambda w, v: all_of(w.client.stream(1, request_id=v))),
-    "stream key": ("key", lambda w, v: all_of(w.client.stream(1, key=v))),
-    "stream engine": ("engine", lambda w, v: all_of(w.client.stream(1, engine=v))),
-    "stream retry": ("retry", lambda w, v: all_of(w.client.stream(1, retry=v))),
-    "submit request_id": ("request_id", lambda w, v: used(w.client.submit(1, request_id=v))),
-    "submit key": ("key", lambda w, v: used(w.client.submit(1, key=v))),
-    "submit engine": ("engine", lambda w, v: used(w.client.submit(1, engine=v))),
-    "submit_nowait request_id": ("request_id", lambda w, v: used(w.client.submit_nowait(1, request_id=v))),
-    "submit_nowait key": ("key", lambda w, v: used(w.client.submit_nowait(1, key=v))),
-    "submit_nowait engine": ("engine", lambda w, v: used(w.client.submit_nowait(1, engine=v))),
+#: What tries each call with a value, and the argument that an error names.
+Tries = dict[str, tuple[str, Try]]
+
+
+def tries(call: str, arguments: str, attempt: Callable[..., Awaitable[Any]]) -> Tries:
+    """Of a call: each of these arguments, which an attempt takes by its name."""
+    return {f"{call} {name}": (name, lambda w, v, name=name: attempt(w, **{name: v})) for name in arguments.split()}
+
+
+CLIENT: Tries = {
+    **tries("request", "timeout request_id key engine retry", lambda w, **o: w.client.request(1, **o)),
+    **tries("stream", "timeout request_id key engine retry", lambda w, **o: all_of(w.client.stream(1, **o))),
+    **tries("submit", "request_id key engine", lambda w, **o: used(w.client.submit(1, **o))),
+    **tries("submit_nowait", "request_id key engine", lambda w, **o: used(w.client.submit_nowait(1, **o))),
     "abort": ("request_id", lambda w, v: now(w.client.abort(v))),
     "abort several": ("request_id", lambda w, v: now(w.client.abort([v]))),
-    "call method": ("method", lambda w, v: w.client.call(v)),
-    "call engine": ("engine", lambda w, v: w.client.call("never", engine=v, timeout=0)),
-    "call timeout": ("timeout", lambda w, v: w.for_a_moment(w.client.call("never", timeout=v))),
-    "find key": ("key", lambda w, v: leave(w.client.find(v))),
-    "find timeout": ("timeout", lambda w, v: leave(w.client.find(KEY, timeout=v))),
-    "find engine": ("engine", lambda w, v: leave(w.client.find(KEY, engine=v))),
-    "keep key": ("key", lambda w, v: leave(w.client.keep(v, BYTES))),
-    "keep timeout": ("timeout", lambda w, v: leave(w.client.keep(KEY, BYTES, timeout=v))),
-    "keep engine": ("engine", lambda w, v: leave(w.client.keep(KEY, BYTES, engine=v))),
-    "slot nbytes": ("nbytes", lambda w, v: leave(w.client.slot(v))),
-    "slot timeout": ("timeout", lambda w, v: leave(w.client.slot(8, timeout=v))),
-    "slot drain": ("drain", lambda w, v: leave(w.client.slot(8, drain=v))),
-    "slot device": ("device", lambda w, v: leave(w.client.slot(8, device=v))),
-    "slot key": ("key", lambda w, v: leave(w.client.slot(8, key=v))),
-    "slot engine": ("engine", lambda w, v: leave(w.client.slot(8, engine=v))),
-    "slot_nowait nbytes": ("nbytes", lambda w, v: leave(w.client.slot_nowait(v))),
-    "slot_nowait device": ("device", lambda w, v: leave(w.client.slot_nowait(8, device=v))),
-    "slot_nowait ask": ("ask", lambda w, v: leave(w.client.slot_nowait(8, ask=v))),
-    "slot_nowait key": ("key", lambda w, v: leave(w.client.slot_nowait(8, key=v))),
-    "slot_nowait engine": ("engine", lambda w, v: leave(w.client.slot_nowait(8, engine=v))),
+    **tries("call", "method", lambda w, method: w.client.call(method)),
+    **tries("call", "engine", lambda w, **o: w.client.call("never", timeout=0, **o)),
+    **tries("call", "timeout", lambda w, **o: w.for_a_moment(w.client.call("never", **o))),
+    **tries("find", "key timeout engine", lambda w, key=KEY, **o: leave(w.client.find(key, **o))),
+    **tries("keep", "key timeout engine", lambda w, key=KEY, **o: leave(w.client.keep(key, BYTES, **o))),
+    **tries("slot", "nbytes timeout drain device key engine", lambda w, nbytes=8, **o: leave(w.client.slot(nbytes, **o))),
+    **tries("slot_nowait", "nbytes device ask key engine", lambda w, nbytes=8, **o: leave(w.client.slot_nowait(nbytes, **o))),
     "slots sizes": ("size", lambda w, v: leave(w.client.slots(v))),
     "slots a size": ("size", lambda w, v: leave(w.client.slots([v, v, v, v, v]))),
-    "slots timeout": ("timeout", lambda w, v: leave(w.client.slots([8], timeout=v))),
-    "slots engine": ("engine", lambda w, v: leave(w.client.slots([8], engine=v))),
+    **tries("slots", "timeout engine", lambda w, **o: leave(w.client.slots([8], **o))),
     "check_capacity": ("size", lambda w, v: now(w.client.check_capacity(v, v))),
-    "check_capacity engine": ("engine", lambda w, v: now(w.client.check_capacity(8, engine=v))),
-    "choose key": ("key", lambda w, v: now(w.client.choose(key=v))),
-    "wait_connected timeout": ("timeout", lambda w, v: w.client.wait_connected(v)),
-    "wait_connected engine": ("engine", lambda w, v: w.client.wait_connected(engine=v)),
-    "wait_prefaulted timeout": ("timeout", lambda w, v: w.client.wait_prefaulted(v)),
+    **tries("check_capacity", "engine", lambda w, engine: now(w.client.check_capacity(8, engine=engine))),
+    **tries("choose", "key", lambda w, key: now(w.client.choose(key=key))),
+    **tries("wait_connected", "timeout engine", lambda w, **o: w.client.wait_connected(**o)),
+    **tries("wait_prefaulted", "timeout", lambda w, timeout: w.client.wait_prefaulted(timeout)),
     "tensor shape": ("shape", lambda w, v: in_slot(w, lambda slot: slot.tensor(v, torch.uint8))),
     "tensor extent": ("shape", lambda w, v: in_slot(w, lambda slot: slot.tensor((v,), torch.uint8))),
     "tensor dtype": ("dtype", lambda w, v: in_slot(w, lambda slot: slot.tensor((1,), v))),
     "array extent": ("shape", lambda w, v: in_slot(w, lambda slot: slot.array((v,), "u1"))),
-    "inspect name": ("name", lambda w, v: shmring.inspect(v, socket_dir=w.socket_dir)),
-    "inspect socket_dir": ("socket_dir", lambda w, v: shmring.inspect("idle", socket_dir=v)),
-    "inspect timeout": ("timeout", lambda w, v: shmring.inspect("idle", socket_dir=w.socket_dir, timeout=v)),
-    "connect name": ("name", lambda w, v: leave(shmring.connect(v, socket_dir=w.socket_dir, connect_timeout_s=0))),
-    "connect names": ("name", lambda w, v: leave(shmring.connect(["idle", v], socket_dir=w.socket_dir))),
-    "connect route": ("route", lambda w, v: leave(shmring.connect(["idle"], route=v, socket_dir=w.socket_dir))),
-    "connect description": (
-        "description",
-        lambda w, v: leave(shmring.connect("idle", description=v, socket_dir=w.socket_dir)),
-    ),
-    "connect config": ("config", lambda w, v: now(shmring.connect("idle", v))),
-    "connect connect_timeout_s": (
-        "connect_timeout_s",
-        lambda w, v: leave(shmring.connect("idle", socket_dir=w.socket_dir, connect_timeout_s=v)),
-    ),
-    "connect lease_idle_s": (
-        "lease_idle_s",
-        lambda w, v: leave(shmring.connect("idle", socket_dir=w.socket_dir, lease_idle_s=v)),
+    **tries("inspect", "name socket_dir timeout", lambda w, **o: shmring.inspect(**{"name": "idle"} | w.place | o)),
+    "connect name": ("name", lambda w, v: leave(shmring.connect(v, connect_timeout_s=0, **w.place))),
+    "connect names": ("name", lambda w, v: leave(shmring.connect(["idle", v], **w.place))),
+    **tries("connect", "route", lambda w, route: leave(shmring.connect(["idle"], route=route, **w.place))),
+    **tries("connect", "config", lambda w, config: now(shmring.connect("idle", config))),
+    **tries(
+        "connect",
+        "description connect_timeout_s lease_idle_s",
+        lambda w, **o: leave(shmring.connect("idle", **w.place, **o)),
     ),
 }
 
-RING: dict[str, tuple[str, Try]] = {
-    "claim_many most": ("most", lambda w, v: w.for_a_moment(w.idle.claim_many(v))),
-    "claim_many linger_s": ("linger_s", lambda w, v: w.for_a_moment(w.idle.claim_many(2, linger_s=v))),
-    "run max_concurrency": ("max_concurrency", lambda w, v: w.for_a_moment(w.idle.run(echo, v))),
-    "run_batches most": ("most", lambda w, v: w.for_a_moment(w.idle.run_batches(batch, v))),
-    "run_batches linger_s": ("linger_s", lambda w, v: w.for_a_moment(w.idle.run_batches(batch, 2, linger_s=v))),
-    "wait_workers count": ("count", lambda w, v: w.for_a_moment(w.idle.wait_workers(v))),
-    "wait_workers timeout": ("timeout", lambda w, v: w.for_a_moment(w.idle.wait_workers(1, v))),
-    "broadcast to": ("to", lambda w, v: w.idle.broadcast(1, to=v)),
+RING: Tries = {
+    **tries("claim_many", "most linger_s", lambda w, most=2, **o: w.for_a_moment(w.idle.claim_many(most, **o))),
+    **tries("run", "max_concurrency", lambda w, max_concurrency: w.for_a_moment(w.idle.run(echo, max_concurrency))),
+    **tries("run_batches", "most linger_s", lambda w, most=2, **o: w.for_a_moment(w.idle.run_batches(batch, most, **o))),
+    **tries(
+        "wait_workers", "count timeout", lambda w, count=1, timeout=None: w.for_a_moment(w.idle.wait_workers(count, timeout))
+    ),
+    **tries("broadcast", "to timeout", lambda w, **o: w.idle.broadcast(1, **o)),
     "broadcast to ranks": ("rank", lambda w, v: w.idle.broadcast(1, to=[v])),
-    "broadcast timeout": ("timeout", lambda w, v: w.idle.broadcast(1, timeout=v)),
-    "broadcast_nowait to": ("to", lambda w, v: now(w.idle.broadcast_nowait(1, to=v))),
-    "gather to": ("to", lambda w, v: w.idle.gather(1, to=v)),
-    "gather timeout": ("timeout", lambda w, v: w.idle.gather(1, timeout=v)),
-    "drop_worker rank": ("rank", lambda w, v: now(w.idle.drop_worker(v))),
-    "drop_worker reason": ("reason", lambda w, v: now(w.idle.drop_worker(7, v))),
-    "drain timeout": ("timeout", lambda w, v: of_a_ring(w, lambda ring: ring.drain(v))),
-    "close reason": ("reason", lambda w, v: of_a_ring(w, lambda ring: ring.close(v))),
+    **tries("broadcast_nowait", "to", lambda w, to: now(w.idle.broadcast_nowait(1, to=to))),
+    **tries("gather", "to timeout", lambda w, **o: w.idle.gather(1, **o)),
+    **tries("drop_worker", "rank reason", lambda w, rank=7, reason="": now(w.idle.drop_worker(rank, reason))),
+    **tries("drain", "timeout", lambda w, timeout: of_a_ring(w, lambda ring: ring.drain(timeout))),
+    **tries("close", "reason", lambda w, reason: of_a_ring(w, lambda ring: ring.close(reason))),
     "add_to_snapshots": ("describe_program", lambda w, v: of_a_ring(w, lambda ring: now(ring.add_to_snapshots(v)))),
-    "injector name": ("name", lambda w, v: leave(now(w.idle.injector(v)))),
+    **tries("injector", "name", lambda w, name: leave(now(w.idle.injector(name)))),
     "fail": ("error", lambda w, v: on_claim(w, lambda claim: now(claim.fail(v)))),
     "time_out": ("message", lambda w, v: on_claim(w, lambda claim: now(claim.time_out(v)))),
     "on_abort": ("callback", lambda w, v: on_claim(w, lambda claim: now(claim.on_abort(v)))),
-    "share to": ("to", lambda w, v: on_claim(w, lambda claim: claim.share(to=v))),
-    "share timeout": ("timeout", lambda w, v: on_claim(w, lambda claim: claim.share(timeout=v))),
-    "serve name": ("name", lambda w, v: leave(shmring.serve(v, socket_dir=w.socket_dir, slab_nbytes="256KiB"))),
-    "serve config": ("config", lambda w, v: now(shmring.serve("made", v))),
-    "serve calls": (
-        "calls",
-        lambda w, v: leave(shmring.serve("made", calls=v, socket_dir=w.socket_dir, slab_nbytes="256KiB")),
+    **tries("share", "to timeout", lambda w, **o: on_claim(w, lambda claim: claim.share(**o))),
+    **tries(
+        "serve", "name calls", lambda w, name="made", **o: leave(shmring.serve(name, slab_nbytes="256KiB", **w.place, **o))
     ),
-    "serve socket_dir": ("socket_dir", lambda w, v: now(shmring.transport.listener.socket_path("made", v))),
-    "join name": ("name", lambda w, v: leave(shmring.join(v, 0, socket_dir=w.socket_dir, connect_timeout_s=0))),
-    "join rank": ("rank", lambda w, v: leave(shmring.join("idle", v, socket_dir=w.socket_dir))),
-    "join label": ("label", lambda w, v: leave(shmring.join("idle", 0, label=v, socket_dir=w.socket_dir))),
-    "join config": ("config", lambda w, v: now(shmring.join("idle", 0, v))),
+    **tries("serve", "config", lambda w, config: now(shmring.serve("made", config))),
+    **tries("serve", "socket_dir", lambda w, socket_dir: now(shmring.transport.listener.socket_path("made", socket_dir))),
+    "join name": ("name", lambda w, v: leave(shmring.join(v, 0, connect_timeout_s=0, **w.place))),
+    **tries("join", "rank label", lambda w, rank=0, **o: leave(shmring.join("idle", rank, **w.place, **o))),
+    **tries("join", "config", lambda w, config: now(shmring.join("idle", 0, config))),
 }
 
 
@@ -361,7 +325,7 @@ async def on_claim(world: World, use: Callable[[shmring.Claim], Any]) -> None:
 
 async def of_a_ring(world: World, use: Callable[[shmring.Ring], Any]) -> None:
     name = f"made-{next(world.numbers)}"
-    async with shmring.serve(name, socket_dir=world.socket_dir, slab_nbytes="256KiB", prefault=False) as ring:
+    async with shmring.serve(name, **world.place, slab_nbytes="256KiB", prefault=False) as ring:
         await use(ring)
 
 
@@ -371,9 +335,7 @@ OTHERWISE = (TimeoutError, shmring.WouldBlock, shmring.EngineDeadError, shmring.
 
 @for_each("calls", [CLIENT, RING], ids=["client", "ring"])
 @pytest.mark.both_loops
-async def test_each_argument_is_right_or_refused_by_name(
-    calls: dict[str, tuple[str, Try]], world: World, eventually: Any
-) -> None:
+async def test_each_argument_is_right_or_refused_by_name(calls: Tries, world: World) -> None:
     wrong = []
     for call, (argument, attempt) in calls.items():
         for name, value in VALUES.items():
@@ -559,7 +521,7 @@ def test_a_listed_call_is_answered_whatever_fails_in_the_loop(socket_dir: Path, 
 
         class Ending(LoopCall):
             def begin(self) -> None:
-                self.on_end += [seen.set, lambda: 1 / 0, seen_too.set]  # type: ignore[list-item]
+                self.on_end += [seen.set, lambda: 1 / 0, seen_too.set]
                 super().begin()
 
         seen, seen_too = threading.Event(), threading.Event()
@@ -592,7 +554,7 @@ WAYS_TO_COPY = [pickle.dumps, copy.copy, copy.deepcopy]
 
 @pytest.mark.both_loops
 async def test_what_is_one_thing_is_neither_pickled_nor_copied(world: World) -> None:
-    client, worker = world.client, await shmring.join("idle", 0, socket_dir=world.socket_dir)
+    client, worker = world.client, await shmring.join("idle", 0, **world.place)
     kept = await client.keep(KEY, BYTES)
     acquiring = client.slot(8)
     async with client.slot(64) as slot, world.claimed() as claim:
@@ -640,7 +602,7 @@ CALLER: contextvars.ContextVar[str] = contextvars.ContextVar("CALLER", default="
 
 
 @pytest.mark.both_loops
-async def test_an_abort_is_told_in_the_context_of_who_asked(world: World, eventually: Any) -> None:
+async def test_an_abort_is_told_in_the_context_of_who_asked(world: World) -> None:
     seen: list[str] = []
 
     async def handle(caller: str, claim: shmring.Claim, *context: contextvars.Context) -> None:
@@ -741,7 +703,7 @@ def begin_at_once(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: An
 
 
 @pytest.mark.both_loops
-async def test_a_ring_that_is_closed_by_what_it_hears_claims_nothing_more(socket_dir: Path, eventually: Any) -> None:
+async def test_a_ring_that_is_closed_by_what_it_hears_claims_nothing_more(socket_dir: Path) -> None:
     """With tasks that begin at once, a control call runs while the record that carries it is heard. What waits is still there
     when it has run: the ring ends what it has when the peer has gone that has said nothing yet.
     """
@@ -762,7 +724,7 @@ async def test_a_ring_that_is_closed_by_what_it_hears_claims_nothing_more(socket
         submission = client.submit_nowait(1)
         call = client.call("stop")
         answer = call.send(None)  # its record is written, and the loop has had no turn since
-        loop.set_task_factory(begin_at_once)  # type: ignore[arg-type]
+        loop.set_task_factory(begin_at_once)
         try:
             with pytest.raises(shmring.ClosedError):
                 await ring.claim()
@@ -779,7 +741,7 @@ async def test_a_ring_that_is_closed_by_what_it_hears_claims_nothing_more(socket
 
 
 @pytest.mark.both_loops
-async def test_an_abort_callback_may_close_the_ring_fail_or_abort_others(world: World, eventually: Any) -> None:
+async def test_an_abort_callback_may_close_the_ring_fail_or_abort_others(world: World) -> None:
     errors: list[Any] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
