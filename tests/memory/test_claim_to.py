@@ -24,7 +24,9 @@ from shmring.gpu.cuda import CudaError
 from shmring.ring.ring import Ring
 from shmring.ring.serving import create_shell
 from shmring.ring.shell import Shell
+from tests.claiming import claimed
 from tests.tables import for_each
+from tests.waiting import cancel, eventually, settled, turns
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
@@ -115,7 +117,7 @@ async def test_a_ring_that_never_came_to_be_is_unpinned(serve_on: Any, cuda: Any
     await serve_on()
 
 
-async def test_a_cancelled_start_is_unpinned(serve_on: Any, cuda: Any, eventually: Eventually) -> None:
+async def test_a_cancelled_start_is_unpinned(serve_on: Any, cuda: Any) -> None:
     registering, may_end = threading.Event(), threading.Event()
     register = cuda.host_register
 
@@ -127,9 +129,7 @@ async def test_a_cancelled_start_is_unpinned(serve_on: Any, cuda: Any, eventuall
     cuda.host_register = slow
     task = asyncio.create_task(serve_on())
     await eventually(registering.is_set)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    assert await cancel(task)
     may_end.set()
     await eventually(lambda: cuda.calls["host_unregister"] == 2 and cuda.registered == {})
 
@@ -182,7 +182,7 @@ async def test_a_message_without_slots_goes_too(ring: Ring, client: shmring.Clie
 
 
 async def test_a_slot_is_its_frontends_again_when_the_copy_is_over_and_not_before(
-    ring: Ring, client: shmring.Client, cuda: Any, eventually: Eventually
+    ring: Ring, client: shmring.Client, cuda: Any
 ) -> None:
     cuda.hold_copies = True
     submission = await client.submit(tensor(7))
@@ -198,9 +198,7 @@ async def test_a_slot_is_its_frontends_again_when_the_copy_is_over_and_not_befor
     assert arrived.unique().tolist() == [7]
 
 
-async def test_views_that_the_caller_keeps_keep_the_slot_as_ever(
-    ring: Ring, client: shmring.Client, eventually: Eventually
-) -> None:
+async def test_views_that_the_caller_keeps_keep_the_slot_as_ever(ring: Ring, client: shmring.Client) -> None:
     await client.submit(tensor(7))
     with await ring.claim() as claim:
         view = claim.payload
@@ -212,9 +210,7 @@ async def test_views_that_the_caller_keeps_keep_the_slot_as_ever(
     await eventually(lambda: ring.statistics().slots_in_use == 0)
 
 
-async def test_an_abort_during_the_copy_releases_nothing_early(
-    ring: Ring, client: shmring.Client, cuda: Any, eventually: Eventually
-) -> None:
+async def test_an_abort_during_the_copy_releases_nothing_early(ring: Ring, client: shmring.Client, cuda: Any) -> None:
     cuda.hold_copies = True
     request = asyncio.create_task(client.request(tensor(7)))
     claim = await ring.claim()
@@ -232,7 +228,7 @@ async def test_an_abort_during_the_copy_releases_nothing_early(
 
 
 async def test_the_memory_of_a_frontend_that_goes_is_kept_until_the_copy_is_over(
-    ring: Ring, client: shmring.Client, cuda: Any, eventually: Eventually, settled: Any
+    ring: Ring, client: shmring.Client, cuda: Any
 ) -> None:
     cuda.hold_copies = True
     await client.submit(tensor(7))
@@ -247,12 +243,9 @@ async def test_the_memory_of_a_frontend_that_goes_is_kept_until_the_copy_is_over
     assert arrived.unique().tolist() == [7]
 
 
-async def test_closing_waits_for_the_copy_and_only_then_unpins(
-    ring: Ring, client: shmring.Client, cuda: Any, turns: Any
-) -> None:
+async def test_closing_waits_for_the_copy_and_only_then_unpins(ring: Ring, client: shmring.Client, cuda: Any) -> None:
     cuda.hold_copies = True
-    await client.submit(tensor(7))
-    claim = await ring.claim()
+    _, claim = await claimed(ring, client, tensor(7))
     arrived = await claim.to("cuda")
     closing = asyncio.create_task(ring.close())
     await turns()
@@ -264,10 +257,9 @@ async def test_closing_waits_for_the_copy_and_only_then_unpins(
     assert arrived.unique().tolist() == [7]
 
 
-async def test_closing_is_finished_though_it_is_cancelled(ring: Ring, client: shmring.Client, cuda: Any, turns: Any) -> None:
+async def test_closing_is_finished_though_it_is_cancelled(ring: Ring, client: shmring.Client, cuda: Any) -> None:
     cuda.hold_copies = True
-    await client.submit(tensor(7))
-    claim = await ring.claim()
+    _, claim = await claimed(ring, client, tensor(7))
     await claim.to("cuda")
     closing = asyncio.create_task(ring.close())
     await turns()
@@ -287,8 +279,7 @@ async def test_a_gpu_that_never_answers_leaves_the_slab_pinned(
     ring = await serve_on()
     client = await connect()
     cuda.hold_copies = True
-    await client.submit(tensor(7))
-    claim = await ring.claim()
+    _, claim = await claimed(ring, client, tensor(7))
     await claim.to("cuda")
     await client.close()
     await ring.close()
@@ -298,9 +289,7 @@ async def test_a_gpu_that_never_answers_leaves_the_slab_pinned(
     ring._shell._host_claims._pinned.close()
 
 
-async def test_a_failed_copy_leaves_the_claim_as_it_was(
-    ring: Ring, client: shmring.Client, cuda: Any, eventually: Eventually
-) -> None:
+async def test_a_failed_copy_leaves_the_claim_as_it_was(ring: Ring, client: shmring.Client, cuda: Any) -> None:
     await client.submit(tensor(7))
     with await ring.claim() as claim:
         cuda.fail("cuMemcpyHtoDAsync_v2")
@@ -316,19 +305,13 @@ async def test_a_failed_copy_leaves_the_claim_as_it_was(
 
 
 async def test_a_claim_that_is_left_while_it_waits_for_staging_copies_nothing(
-    ring: Ring,
-    client: shmring.Client,
-    cuda: Any,
-    eventually: Eventually,
-    turns: Any,
+    ring: Ring, client: shmring.Client, cuda: Any
 ) -> None:
-    await client.submit(tensor(7, 500_000))
-    first = await ring.claim()
+    _, first = await claimed(ring, client, tensor(7, 500_000))
     held = await first.to("cuda")
     first.done()
     await eventually(lambda: client.statistics().slots_in_use == 0)
-    await client.submit(tensor(8, 600_000))
-    second = await ring.claim()
+    _, second = await claimed(ring, client, tensor(8, 600_000))
     waiting = asyncio.create_task(second.to("cuda"))
     await turns()
     assert not waiting.done()
@@ -344,7 +327,7 @@ async def test_a_claim_that_is_left_while_it_waits_for_staging_copies_nothing(
     assert kept.value is waiting.exception(), "whose frames do not hold the staging memory"
 
 
-async def test_the_twin_that_does_not_wait(ring: Ring, client: shmring.Client, eventually: Eventually) -> None:
+async def test_the_twin_that_does_not_wait(ring: Ring, client: shmring.Client) -> None:
     await client.submit(tensor(7))
     with await ring.claim() as claim:
         with pytest.raises(shmring.WouldBlock):
@@ -429,8 +412,7 @@ async def test_no_slot_is_reused_before_its_copy(serve_on: Any, connect: Any, cu
     finally:
         stop.set()
         thread.join()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel(running)
     assert wrong == []
     assert ring.statistics().device_copies == requests + 1
 

@@ -79,7 +79,7 @@ def decoded(payload: bytes) -> Any:
     """What the decoder makes of a payload that has been checked, as every payload is."""
     reply = read_record(_REPLY + payload, 16, from_engine=True)
     assert isinstance(reply, Reply)
-    value, viewed = decode_content(_DECODER, reply.content, 1, None, None)  # type: ignore[arg-type] # it has no tensors
+    value, viewed = decode_content(_DECODER, reply.content, 1, None, None)  # it has no tensors
     assert viewed == []
     return value
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import threading
 import weakref
@@ -17,6 +16,8 @@ import torch
 from shmring.core.compiled import Mapping, Packed
 from shmring.memory.copier import Copier
 from shmring.memory.tensors import make_packer
+from tests.garbage import uncollected
+from tests.waiting import turns
 
 pytestmark = pytest.mark.both_loops
 
@@ -54,11 +55,6 @@ class BlockedWork:
         return "done"
 
 
-async def turns(count: int = 10) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize(("nbytes", "in_the_loop"), [(4096, True), (4097, False)])
 async def test_large_copies_leave_the_loop(copier: Copier, nbytes: int, in_the_loop: bool) -> None:
     packed, threads = packed_of(nbytes), []
@@ -71,7 +67,7 @@ async def test_large_copies_leave_the_loop(copier: Copier, nbytes: int, in_the_l
             packed.copy_into(address)
 
     region = np.zeros(nbytes, np.uint8)
-    await copier.copy(Watched(), NO_SLAB, int(region.ctypes.data))  # type: ignore[arg-type]
+    await copier.copy(Watched(), NO_SLAB, int(region.ctypes.data))
     assert set(region.tolist()) == {7}
     assert [thread == threading.get_ident() for thread in threads] == [in_the_loop]
 
@@ -169,7 +165,7 @@ async def test_a_cancellation_waits_until_nobody_writes_any_more(copier: Copier,
     assert work.started.wait(10)
     for _ in range(cancellations):
         task.cancel()
-        await turns()
+        await turns(10)
         assert not task.done()
         assert not work.ended
     work.may_end.set()
@@ -183,7 +179,7 @@ async def test_work_that_was_cancelled_in_the_queue_ends_before_its_cancellation
     tasks = [asyncio.create_task(copier.run(work)) for work in (first, second)]
     await turns(2)
     tasks[1].cancel()
-    await turns()
+    await turns(10)
     assert not tasks[1].done() or not second.started.is_set(), "it may be dropped from the queue, but not left to run"
     first.may_end.set()
     second.may_end.set()
@@ -216,8 +212,7 @@ async def test_failed_work_whose_waiter_was_cancelled_is_not_reported_as_lost(co
 async def test_an_error_keeps_nothing_alive(copier: Copier, cancelled: bool) -> None:
     work = BlockedWork(fails=not cancelled)
     died = weakref.ref(work)
-    gc.disable()
-    try:
+    with uncollected():
         task = asyncio.create_task(copier.run(work))
         await turns(2)
         assert work.started.wait(10)
@@ -230,8 +225,6 @@ async def test_an_error_keeps_nothing_alive(copier: Copier, cancelled: bool) -> 
         # The thread lets go of its work when it takes up the next.
         await copier.run(lambda: None)
         assert died() is None
-    finally:
-        gc.enable()
 
 
 async def test_a_closed_copier_ends_what_is_running_and_takes_nothing_more() -> None:

@@ -143,11 +143,11 @@ def test_gpus_are_found_by_their_name(torch_cuda: TorchDotCuda) -> None:
 
 def test_torchs_allocator_is_told_of_streams_by_their_numbers(torch_cuda: TorchDotCuda) -> None:
     memory = Recorded()
-    TorchCuda().used_on(memory, 7)  # type: ignore[arg-type]
-    TorchCuda().used_on(memory, 0)  # type: ignore[arg-type]
+    TorchCuda().used_on(memory, 7)
+    TorchCuda().used_on(memory, 0)
     assert memory.log == [(7, "where it is"), ("default", "where it is")]
     with pytest.raises(CudaError, match="recording a use failed: broken"):
-        TorchCuda().used_on(Recorded(RuntimeError("broken")), 7)  # type: ignore[arg-type]
+        TorchCuda().used_on(Recorded(RuntimeError("broken")), 7)
 
 
 def test_a_stream_is_its_number() -> None:

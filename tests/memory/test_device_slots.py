@@ -4,12 +4,13 @@ and nothing is lent again before the GPU is done with it, whatever else happens 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import functools
 import gc
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,10 @@ from shmring.ring.serving import create_shell
 from shmring.ring.shell import Shell
 from tests.records import submit_of, tensor_extension
 from tests.sessions import session_of
+from tests.waiting import cancel, eventually, settled, turns
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
-Eventually = Callable[..., Awaitable[Any]]
-Turns = Callable[[], Awaitable[None]]
 MIB = 1 << 20
 NBYTES = 20_000
 
@@ -62,13 +62,13 @@ def nothing_stays(device_memory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 def pretend_to_be_elsewhere(ring: Ring) -> None:
     """Has clients in this process find a ring's device slab as those in another one do: not made here, so to be opened."""
-    slab = ring._shell._device_claims[0]._slab  # type: ignore[union-attr]
+    slab = ring._shell._device_claims[0]._slab
     own_handle = slab.handle
     slab.handle = msgspec.structs.replace(own_handle, memory=b"own" + own_handle.memory[:61])
     device_module._mappings[slab.handle.memory] = device_module._mappings.pop(own_handle.memory)
     handshakes = ring._shell._handshakes
     welcome = handshakes._welcome
-    handshakes._welcome = lambda *arguments: msgspec.structs.replace(welcome(*arguments), device_slab=own_handle)  # type: ignore[method-assign]
+    handshakes._welcome = lambda *arguments: msgspec.structs.replace(welcome(*arguments), device_slab=own_handle)
 
 
 class Ends:
@@ -157,12 +157,37 @@ def used(end: Any) -> int:
     return int(end.statistics().device_slots_in_use)
 
 
+@contextlib.asynccontextmanager
+async def device_tensor(client: Client, **options: Any) -> AsyncIterator[torch.Tensor]:
+    """A tensor in a slot of its own."""
+    async with client.slot(NBYTES, device="cuda", **options) as slot:
+        yield slot.tensor((NBYTES,), torch.uint8)
+
+
+async def map_slab(client: Client) -> None:
+    """The first slot maps the slab; then one is free."""
+    async with client.slot(NBYTES, device="cuda"):
+        pass
+
+
+async def comes_back_with_the_gpu(ends: Ends, *holders: Any) -> None:
+    """One slot is in use until the GPU has done what is queued, and no longer."""
+    await eventually(lambda: ends.cuda.awaited)
+    assert [used(end) for end in holders] == [1] * len(holders)
+    assert holders[0].statistics().slots_draining == 1
+    ends.cuda.release()
+    await eventually(lambda: not any(used(end) for end in holders))
+
+
+def let_go(ring: Ring) -> None:
+    """What a slab that stays allocated waits for, the end of this process, has come."""
+    assert ring._shell._device_claims[0]._slab.close()
+
+
 # -- there and back -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_tensor_in_a_device_slot_is_handed_over_without_a_copy(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually
-) -> None:
+async def test_a_tensor_in_a_device_slot_is_handed_over_without_a_copy(ends: Ends, ring: Ring, client: Client) -> None:
     async with client.slot(NBYTES, device="cuda") as slot:
         tensor = slot.tensor((100, 50), torch.float32)
         tensor[:] = torch.arange(5000, dtype=torch.float32).view(100, 50)
@@ -182,9 +207,7 @@ async def test_a_tensor_in_a_device_slot_is_handed_over_without_a_copy(
     assert ends.cuda.calls["cuMemcpyHtoDAsync_v2"] == 0
 
 
-async def test_a_slot_is_written_and_sent_again_and_again(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually
-) -> None:
+async def test_a_slot_is_written_and_sent_again_and_again(ends: Ends, ring: Ring, client: Client) -> None:
     async with client.slot(NBYTES, device="cuda:0") as slot:
         tensor = slot.tensor((NBYTES,), torch.uint8)
         for value in range(1, 6):
@@ -211,19 +234,15 @@ def check_that_reading_waits(ends: Ends, claim: shmring.Claim) -> None:
 @pytest.mark.one_loop
 async def test_the_engine_reads_after_the_producer_has_written(ends: Ends, ring: Ring, client: Client) -> None:
     ends.producing.held = True
-    async with client.slot(NBYTES, device="cuda") as slot:
-        tensor = slot.tensor((NBYTES,), torch.uint8)
+    async with device_tensor(client) as tensor:
         ends.write(tensor, 7)
         await ends.submit(client, tensor)
         with await ring.claim() as claim:
             check_that_reading_waits(ends, claim)
 
 
-async def test_what_was_written_before_it_is_sent_needs_no_event(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually
-) -> None:
-    async with client.slot(NBYTES, device="cuda") as slot:
-        tensor = slot.tensor((NBYTES,), torch.uint8)
+async def test_what_was_written_before_it_is_sent_needs_no_event(ends: Ends, ring: Ring, client: Client) -> None:
+    async with device_tensor(client) as tensor:
         ends.cuda.calls.clear()
         for value in range(1, 4):
             ends.write(tensor, value)
@@ -285,8 +304,7 @@ class Typed(msgspec.Struct):
 async def test_typed_payloads_are_typed(ends: Ends) -> None:
     ring = await ends.serve(Typed)
     client = await ends.connect()
-    async with client.slot(NBYTES, device="cuda") as slot:
-        tensor = slot.tensor((NBYTES,), torch.uint8)
+    async with device_tensor(client) as tensor:
         await ends.submit(client, {"pixels": tensor.fill_(3)})
         with await ring.claim() as claim:
             assert isinstance(claim.payload, Typed)
@@ -328,7 +346,7 @@ async def test_what_is_no_place_for_a_slot_is_refused(client: Client) -> None:
         assert slot.array((10,), np.uint8).shape == (10,)
 
 
-async def test_the_twin_that_does_not_wait(ends: Ends, ring: Ring, client: Client, eventually: Eventually) -> None:
+async def test_the_twin_that_does_not_wait(ends: Ends, ring: Ring, client: Client) -> None:
     with pytest.raises(WouldBlock, match="not mapped yet"):
         client.slot_nowait(10, device="cuda")
     async with client.slot(10, device="cuda"):
@@ -359,12 +377,11 @@ async def test_a_slab_that_cannot_be_opened_is_an_error_and_can_be_tried_again(e
     results = await asyncio.gather(*(client.slot(100, device="cuda") for _ in range(3)), return_exceptions=True)
     assert all(isinstance(result, CudaError) and "does not see" in str(result) for result in results)
     ends.cuda.visible = visible
-    async with client.slot(100, device="cuda"):
-        pass
+    await map_slab(client)
 
 
 async def test_waiting_for_device_memory_is_in_line_and_cancelling_passes_the_turn_on(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client
 ) -> None:
     slot = await client.slot(1_500_000, device="cuda")
     first = asyncio.create_task(_take(client, 1_000_000))
@@ -372,9 +389,7 @@ async def test_waiting_for_device_memory_is_in_line_and_cancelling_passes_the_tu
     await eventually(lambda: client.statistics().waiting == 2)
     async with client.slot(100):  # host memory is another matter
         pass
-    first.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await first
+    assert await cancel(first)
     slot.close()
     (await asyncio.wait_for(second, 5)).close()
 
@@ -398,7 +413,7 @@ async def test_a_slot_that_is_free_comes_at_once_also_where_its_release_was_not_
         await submission.wait()
 
 
-async def test_two_clients_share_it_and_a_recall_brings_leases_back(ends: Ends, ring: Ring, eventually: Eventually) -> None:
+async def test_two_clients_share_it_and_a_recall_brings_leases_back(ends: Ends, ring: Ring) -> None:
     first, second = await ends.connect(lease_idle_s=60.0), await ends.connect()
     async with first.slot(1_200_000, device="cuda"):
         waiting = asyncio.create_task(_take(second, 1_200_000))
@@ -407,7 +422,7 @@ async def test_two_clients_share_it_and_a_recall_brings_leases_back(ends: Ends, 
     assert first.statistics().device_leased_nbytes == 0
 
 
-async def test_an_idle_lease_goes_back(ends: Ends, ring: Ring, eventually: Eventually) -> None:
+async def test_an_idle_lease_goes_back(ends: Ends, ring: Ring) -> None:
     client = await ends.connect(lease_idle_s=0.02)
     async with client.slot(100, device="cuda"):
         assert ring.statistics().device_slab_leased_nbytes > 0
@@ -421,31 +436,22 @@ async def test_an_idle_lease_goes_back(ends: Ends, ring: Ring, eventually: Event
 
 async def handed_over(ends: Ends, client: Client, value: int = 7) -> shmring.Submission:
     """Submits a tensor in a device slot that its frontend has left."""
-    async with client.slot(NBYTES, device="cuda") as slot:
-        tensor = slot.tensor((NBYTES,), torch.uint8)
+    async with device_tensor(client) as tensor:
         ends.write(tensor, value)
         return await ends.submit(client, tensor)
 
 
-async def test_a_slot_comes_back_when_the_gpu_is_done_and_not_before(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually
-) -> None:
+async def test_a_slot_comes_back_when_the_gpu_is_done_and_not_before(ends: Ends, ring: Ring, client: Client) -> None:
     submission = await handed_over(ends, client)
     with await ring.claim() as claim:
         assert claim.payload.unique().tolist() == [7]
         ends.consuming.held = True
         await claim.reply("done")
     assert await submission.result() == "done"
-    await eventually(lambda: ends.cuda.awaited)
-    assert (used(ring), used(client)) == (1, 1)
-    assert ring.statistics().slots_draining == 1
-    ends.cuda.release()
-    await eventually(lambda: used(ring) == used(client) == 0)
+    await comes_back_with_the_gpu(ends, ring, client)
 
 
-async def test_a_view_keeps_the_slot_and_then_the_gpu_does(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually, turns: Turns
-) -> None:
+async def test_a_view_keeps_the_slot_and_then_the_gpu_does(ends: Ends, ring: Ring, client: Client) -> None:
     await handed_over(ends, client)
     with await ring.claim() as claim:
         view = claim.payload[5:]
@@ -460,21 +466,18 @@ async def test_a_view_keeps_the_slot_and_then_the_gpu_does(
     await eventually(lambda: used(ring) == used(client) == 0)
 
 
-async def test_an_abort_releases_nothing_early(ends: Ends, ring: Ring, client: Client, eventually: Eventually) -> None:
+async def test_an_abort_releases_nothing_early(ends: Ends, ring: Ring, client: Client) -> None:
     submission = await handed_over(ends, client)
     claim = await ring.claim()
     with claim:
         ends.consuming.held = True
         submission.abort()
         await eventually(lambda: claim.aborted)
-    await eventually(lambda: ends.cuda.awaited)
-    assert used(ring) == 1
-    ends.cuda.release()
-    await eventually(lambda: used(ring) == used(client) == 0)
+    await comes_back_with_the_gpu(ends, ring, client)
 
 
 async def test_a_request_that_is_aborted_unclaimed_waits_for_the_producers_own_work(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client
 ) -> None:
     ends.producing.held = True
     submission = await handed_over(ends, client)
@@ -487,27 +490,18 @@ async def test_a_request_that_is_aborted_unclaimed_waits_for_the_producers_own_w
     await eventually(lambda: used(client) == 0)
 
 
-async def test_a_slot_that_is_given_up_unsent_waits_for_what_was_queued_on_it(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually
-) -> None:
+async def test_a_slot_that_is_given_up_unsent_waits_for_what_was_queued_on_it(ends: Ends, ring: Ring, client: Client) -> None:
     ends.cuda.compute_on(ends.producing)
     ends.producing.held = True
     async with client.slot(NBYTES, device="cuda") as slot:
         ends.write(slot.tensor((NBYTES,), torch.uint8), 9)
-    await eventually(lambda: ends.cuda.awaited)
-    assert used(client) == 1
-    assert client.statistics().slots_draining == 1
-    ends.cuda.release()
-    await eventually(lambda: used(client) == 0)
+    await comes_back_with_the_gpu(ends, client)
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
-async def test_a_slot_that_drains_waits_for_its_views_first(
-    is_mapped: bool, ends: Ends, ring: Ring, client: Client, eventually: Eventually, turns: Turns
-) -> None:
+async def test_a_slot_that_drains_waits_for_its_views_first(is_mapped: bool, ends: Ends, ring: Ring, client: Client) -> None:
     if is_mapped:
-        async with client.slot(NBYTES, device="cuda"):
-            pass
+        await map_slab(client)
     async with client.slot(NBYTES, device="cuda", drain=True) as slot:
         tensor = slot.tensor((NBYTES,), torch.uint8)
     await turns()
@@ -516,18 +510,14 @@ async def test_a_slot_that_drains_waits_for_its_views_first(
     ends.producing.held = True
     ends.write(tensor, 3)
     del tensor
-    await eventually(lambda: ends.cuda.awaited)
-    assert used(client) == 1
-    ends.cuda.release()
-    await eventually(lambda: used(client) == 0)
+    await comes_back_with_the_gpu(ends, client)
 
 
 @pytest.mark.one_loop
 @pytest.mark.parametrize("is_mapped", [False, True])
 async def test_a_slot_that_does_not_drain_is_free_although_it_is_viewed(is_mapped: bool, ring: Ring, client: Client) -> None:
     if is_mapped:
-        async with client.slot(NBYTES, device="cuda"):
-            pass
+        await map_slab(client)
     async with client.slot(NBYTES, device="cuda") as slot:
         tensor = slot.tensor((NBYTES,), torch.uint8)
     assert used(client) == 0
@@ -552,7 +542,7 @@ async def blocking(ends: Ends, ring: Ring, socket_dir: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("how", ["request", "stream", "submit", "submit_nowait"])
 async def test_what_a_thread_sends_comes_behind_what_it_has_queued(
-    how: str, ends: Ends, ring: Ring, blocking: threads.Client, eventually: Eventually
+    how: str, ends: Ends, ring: Ring, blocking: threads.Client
 ) -> None:
     ends.producing.held = True
 
@@ -577,7 +567,7 @@ async def test_what_a_thread_sends_comes_behind_what_it_has_queued(
 
 @pytest.mark.parametrize("drain", [False, True])
 async def test_a_slot_that_a_thread_leaves_waits_for_what_it_has_queued(
-    drain: bool, ends: Ends, ring: Ring, blocking: threads.Client, eventually: Eventually
+    drain: bool, ends: Ends, ring: Ring, blocking: threads.Client
 ) -> None:
     ends.producing.held = True
 
@@ -590,15 +580,12 @@ async def test_a_slot_that_a_thread_leaves_waits_for_what_it_has_queued(
 
     tensor = await asyncio.to_thread(leave)
     del tensor
-    await eventually(lambda: ends.cuda.awaited)
-    assert used(blocking) == 1
-    ends.cuda.release()
-    await eventually(lambda: used(blocking) == 0)
+    await comes_back_with_the_gpu(ends, blocking)
 
 
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuStreamWaitEvent"])
 async def test_where_a_threads_stream_can_not_be_followed_nothing_is_sent(
-    call: str, ends: Ends, blocking: threads.Client, eventually: Eventually
+    call: str, ends: Ends, blocking: threads.Client
 ) -> None:
     def send() -> None:
         with blocking.slot(NBYTES, device="cuda") as slot:
@@ -613,7 +600,7 @@ async def test_where_a_threads_stream_can_not_be_followed_nothing_is_sent(
 
 
 async def test_fences_are_used_again_when_all_slots_of_their_submission_are_back(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually
+    ends: Ends, ring: Ring, client: Client
 ) -> None:
     async with client.slot(NBYTES, device="cuda") as a, client.slot(NBYTES, device="cuda") as b:
         tensors = [slot.tensor((NBYTES,), torch.uint8) for slot in (a, b)]
@@ -637,9 +624,7 @@ async def test_fences_are_used_again_when_all_slots_of_their_submission_are_back
 # -- claim.to ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_claim_to_the_same_gpu_gives_the_tensors_as_they_are(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually
-) -> None:
+async def test_a_claim_to_the_same_gpu_gives_the_tensors_as_they_are(ends: Ends, ring: Ring, client: Client) -> None:
     ends.producing.held = True
     await handed_over(ends, client)
     other = ends.cuda.create_stream(0)
@@ -656,15 +641,10 @@ async def test_a_claim_to_the_same_gpu_gives_the_tensors_as_they_are(
     other.held = True
     ends.cuda.queue(other, lambda: None)
     del arrived
-    await eventually(lambda: ends.cuda.awaited)
-    assert used(ring) == 1
-    ends.cuda.release()
-    await eventually(lambda: used(ring) == used(client) == 0)
+    await comes_back_with_the_gpu(ends, ring, client)
 
 
-async def test_a_mixed_claim_uploads_what_is_on_the_host(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually
-) -> None:
+async def test_a_mixed_claim_uploads_what_is_on_the_host(ends: Ends, ring: Ring, client: Client) -> None:
     async with client.slot(NBYTES, device="cuda") as slot:
         tensor = slot.tensor((NBYTES,), torch.uint8).fill_(4)
         payload = {"d": tensor, "h": torch.arange(3000), "i": torch.arange(3), "e": torch.empty(0, 3), "t": np.array(["x"])}
@@ -696,9 +676,7 @@ async def test_a_claim_to_another_gpu_is_an_error_that_names_the_right_one(ends:
 # -- what ends -----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_memory_of_a_frontend_that_goes_is_kept_until_the_gpu_is_done(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually, settled: Any
-) -> None:
+async def test_the_memory_of_a_frontend_that_goes_is_kept_until_the_gpu_is_done(ends: Ends, ring: Ring, client: Client) -> None:
     await handed_over(ends, client)
     with await ring.claim():
         ends.consuming.held = True
@@ -713,10 +691,10 @@ async def test_the_memory_of_a_frontend_that_goes_is_kept_until_the_gpu_is_done(
 
 
 async def test_a_frontend_that_only_disconnects_keeps_its_device_memory_until_it_is_dead(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually, settled: Any
+    ends: Ends, ring: Ring, client: Client
 ) -> None:
     async with client.slot(NBYTES, device="cuda"):
-        session_of(client).link.abort()  # type: ignore[union-attr]
+        session_of(client).link.abort()
         await eventually(lambda: ring.statistics().clients == 0)
         assert ring.statistics().device_slab_quarantined_nbytes > 0
     await eventually(lambda: ends.memory.opened == [])  # by a thread; a process that is dead has nothing open
@@ -725,9 +703,7 @@ async def test_a_frontend_that_only_disconnects_keeps_its_device_memory_until_it
     assert ring.statistics().device_slab_free_nbytes == 2 * MIB
 
 
-async def test_closing_a_client_waits_for_its_own_work_and_unmaps(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually, settled: Any
-) -> None:
+async def test_closing_a_client_waits_for_its_own_work_and_unmaps(ends: Ends, ring: Ring, client: Client) -> None:
     ends.cuda.compute_on(ends.producing)
     async with client.slot(NBYTES, device="cuda") as slot:
         ends.producing.held = True
@@ -744,7 +720,7 @@ async def test_closing_a_client_waits_for_its_own_work_and_unmaps(
 
 
 async def test_a_client_that_closes_with_a_view_says_that_it_maps_the_slab(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    ends: Ends, ring: Ring, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     slot = await client.slot(NBYTES, device="cuda")
     view = slot.tensor((NBYTES,), torch.uint8)
@@ -759,25 +735,22 @@ async def test_a_client_that_closes_with_a_view_says_that_it_maps_the_slab(
     del view
     # The client's mapping goes with the last view; the engine's slab has stayed, which only the end of the process changes.
     await eventually(lambda: gc.collect() >= 0 and ends.memory.opened == [])
-    assert ring._shell._device_claims[0]._slab.close()  # type: ignore[union-attr]
+    let_go(ring)
 
 
 async def test_a_ring_that_closes_first_keeps_the_slab_of_those_who_may_map_it(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    ends: Ends, ring: Ring, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with client.slot(NBYTES, device="cuda"):
-        pass
+    await map_slab(client)
     await ring.close()
     assert "frontends were told of it, and have neither said goodbye nor died" in caplog.text
     await eventually(lambda: ends.memory.opened == [])  # the client's session has ended, and it has let go
     with pytest.raises(shmring.EngineDeadError):
         await client.slot(10, device="cuda")
-    assert ring._shell._device_claims[0]._slab.close()  # type: ignore[union-attr]
+    let_go(ring)
 
 
-async def test_a_ring_that_closes_while_claims_are_handled_frees_the_slab(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually
-) -> None:
+async def test_a_ring_that_closes_while_claims_are_handled_frees_the_slab(ends: Ends, ring: Ring, client: Client) -> None:
     await handed_over(ends, client)
     entered = asyncio.Event()
 
@@ -795,12 +768,12 @@ async def test_a_ring_that_closes_while_claims_are_handled_frees_the_slab(
     assert ends.memory.memory == {}
 
 
-async def test_a_client_that_reconnects_attaches_to_the_next_slab(ends: Ends, eventually: Eventually) -> None:
+async def test_a_client_that_reconnects_attaches_to_the_next_slab(ends: Ends) -> None:
     ring = await ends.serve()
     client = await ends.connect(reconnect=True)
     await handed_over(ends, client)
     (await ring.claim()).done()
-    first_slab = ring._shell._device_claims[0]._slab  # type: ignore[union-attr]
+    first_slab = ring._shell._device_claims[0]._slab
     await ring.close()
     second = await ends.serve()
     await client.wait_connected(5)
@@ -811,7 +784,7 @@ async def test_a_client_that_reconnects_attaches_to_the_next_slab(ends: Ends, ev
     assert first_slab.close()
 
 
-async def test_what_lay_on_a_gpu_of_the_engine_is_not_sent_again(ends: Ends, eventually: Eventually) -> None:
+async def test_what_lay_on_a_gpu_of_the_engine_is_not_sent_again(ends: Ends) -> None:
     """Whether its memory is still there, CUDA does not say. What lay in host memory is sent to the next engine."""
     ring = await ends.serve()
     client = await ends.connect(reconnect=True)
@@ -823,7 +796,7 @@ async def test_what_lay_on_a_gpu_of_the_engine_is_not_sent_again(ends: Ends, eve
         asyncio.ensure_future(client.request(tensors[2].fill_(3), retry=1)),
     ]
     await eventually(lambda: client.statistics().in_flight == 3)
-    first_slab = ring._shell._device_claims[0]._slab  # type: ignore[union-attr]
+    first_slab = ring._shell._device_claims[0]._slab
     await ring.close()
     for request in asking[:2]:
         with pytest.raises(shmring.EngineDeadError):
@@ -841,17 +814,15 @@ async def test_what_lay_on_a_gpu_of_the_engine_is_not_sent_again(ends: Ends, eve
     assert first_slab.close()
 
 
-async def test_a_session_that_is_lost_while_it_attaches_leaves_nothing_mapped(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually
-) -> None:
+async def test_a_session_that_is_lost_while_it_attaches_leaves_nothing_mapped(ends: Ends, ring: Ring, client: Client) -> None:
     asking = asyncio.create_task(_take(client, 100))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    session_of(client)._lose(shmring.EngineDeadError("gone"))  # type: ignore[union-attr]
+    session_of(client)._lose(shmring.EngineDeadError("gone"))
     with pytest.raises((shmring.EngineDeadError, ClosedError)):
         await asking
     await eventually(lambda: ends.memory.opened == [] and "close" in dict(ends.memory.log))
-    ring._shell._device_claims[0].unmapped(1)  # type: ignore[union-attr]
+    ring._shell._device_claims[0].unmapped(1)
 
 
 async def test_what_was_left_is_dead_after_the_session(ends: Ends, ring: Ring, client: Client) -> None:
@@ -860,7 +831,7 @@ async def test_what_was_left_is_dead_after_the_session(ends: Ends, ring: Ring, c
     with pytest.raises((ClosedError, LocalProtocolError)):
         slot.tensor((1,), torch.uint8)
     slot.close()
-    ring._shell._device_claims[0].unmapped(1)  # type: ignore[union-attr]
+    ring._shell._device_claims[0].unmapped(1)
 
 
 # -- what fails ----------------------------------------------------------------------------------------------------------
@@ -887,7 +858,7 @@ async def test_without_cuda_a_device_slab_is_an_error_at_the_start(ends: Ends) -
 @pytest.mark.one_loop
 async def test_a_ring_that_never_came_to_be_frees_its_device_slab(ends: Ends) -> None:
     with pytest.raises(TypeError):
-        await ends.serve(dict[list[int], 5])  # type: ignore[misc]
+        await ends.serve(dict[list[int], 5])
     assert (ends.memory.memory, ends.cuda.registered) == ({}, {})
     ends.cuda.fail("host_register")
     with pytest.raises(CudaError, match="can't be pinned"):
@@ -898,7 +869,7 @@ async def test_a_ring_that_never_came_to_be_frees_its_device_slab(ends: Ends) ->
 @pytest.mark.one_loop
 async def test_the_slab_is_on_the_device_that_was_asked_for(ends: Ends) -> None:
     ring = await ends.serve(device_slab_device="cuda:2")
-    assert ring._shell._device_claims[0].handle.uuid == "GPU-c"  # type: ignore[union-attr]
+    assert ring._shell._device_claims[0].handle.uuid == "GPU-c"
     assert ends.cuda.devices == {0, 2}, "0 is of the streams that this test has made"
     with pytest.raises(ValueError, match="device_slab_device must be"):
         RingConfig(device_slab_device="cpu")
@@ -907,10 +878,9 @@ async def test_the_slab_is_on_the_device_that_was_asked_for(ends: Ends) -> None:
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("failing", ["current_stream", "cuEventCreate", "cuEventRecord", "cuIpcGetEventHandle"])
 async def test_a_call_that_fails_at_the_producer_leaves_the_books_balanced(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually, failing: str
+    ends: Ends, ring: Ring, client: Client, failing: str
 ) -> None:
-    async with client.slot(100, device="cuda"):
-        pass
+    await map_slab(client)
     ends.cuda.fail(failing)
     with pytest.raises(CudaError, match=f"{failing} failed"):
         await handed_over(ends, client)
@@ -938,7 +908,7 @@ async def test_a_fence_that_fails_without_waiting_gives_the_copy_back_too(ends: 
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("failing", ["current_stream", "cuStreamWaitEvent"])
 async def test_a_call_that_fails_at_the_claim_fails_the_request_and_nothing_else(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually, failing: str
+    ends: Ends, ring: Ring, client: Client, failing: str
 ) -> None:
     submission = await handed_over(ends, client)
     await eventually(lambda: ring.statistics().waiting == 1)
@@ -956,7 +926,7 @@ async def test_a_call_that_fails_at_the_claim_fails_the_request_and_nothing_else
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("failing", ["cuEventRecord", "cuEventSynchronize", "cuStreamQuery"])
 async def test_a_slot_of_which_nobody_can_say_when_it_is_free_is_kept_and_counted(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually, caplog: pytest.LogCaptureFixture, failing: str
+    ends: Ends, ring: Ring, client: Client, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
     await handed_over(ends, client)
     with await ring.claim():
@@ -974,14 +944,12 @@ async def test_a_slot_of_which_nobody_can_say_when_it_is_free_is_kept_and_counte
     await client.close()
     await ring.close()
     assert "stays allocated until this process ends: a GPU has not said that it is done with it" in caplog.text
-    assert ring._shell._device_claims[0]._slab.close()  # type: ignore[union-attr]
+    let_go(ring)
 
 
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("failing", ["cuEventRecord", "cuEventSynchronize", "cuStreamQuery"])
-async def test_a_frontend_keeps_such_a_slot_too(
-    ends: Ends, ring: Ring, client: Client, eventually: Eventually, failing: str
-) -> None:
+async def test_a_frontend_keeps_such_a_slot_too(ends: Ends, ring: Ring, client: Client, failing: str) -> None:
     slot = await client.slot(NBYTES, device="cuda")
     ends.cuda.fail(failing)
     ends.cuda.computing().held = True
@@ -998,7 +966,7 @@ async def test_a_frontend_keeps_such_a_slot_too(
     device_module._mappings.pop(handle)
     device_slots_module._MAPPED_WITH.clear()
     ends.memory.opened.clear()
-    assert ring._shell._device_claims[0]._slab.close()  # type: ignore[union-attr]
+    let_go(ring)
 
 
 # -- who lies ------------------------------------------------------------------------------------------------------------
@@ -1009,16 +977,13 @@ class Liar:
 
     def __init__(self, client: Client, lease: Any) -> None:
         session = session_of(client)
-        assert session is not None
         self.session = session
         self.lease = lease
 
     @classmethod
     async def at(cls, client: Client) -> Liar:
-        async with client.slot(NBYTES, device="cuda"):
-            pass
+        await map_slab(client)
         session = session_of(client)
-        assert session is not None
         return cls(client, next(iter(session.device_slots.book.leases.values())))
 
     def submit(self, slots: tuple[SlotRef, ...], fence: bytes, dtype: str = "uint8", nbytes: int = 96) -> None:
@@ -1051,7 +1016,7 @@ class Liar:
     ],
 )
 async def test_a_forged_submission_ends_its_connection_and_nothing_else(
-    ends: Ends, ring: Ring, eventually: Eventually, forge: Any, reason: str, caplog: pytest.LogCaptureFixture
+    ends: Ends, ring: Ring, forge: Any, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     honest = await ends.connect()
     async with honest.slot(NBYTES, device="cuda"):  # its lease is the first one: 1 << 40
@@ -1066,26 +1031,22 @@ async def test_a_forged_submission_ends_its_connection_and_nothing_else(
         assert reason in caplog.text
         assert ring.statistics().clients == 1
         ring._shell._book.check()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel(running)
     await eventually(lambda: not liar.session.device_slots.is_mapped)  # a thread of this process does it
-    ring._shell._frontends[2].died() if 2 in ring._shell._frontends else ring._shell._device_claims[0].unmapped(2)  # type: ignore[union-attr]
+    ring._shell._frontends[2].died() if 2 in ring._shell._frontends else ring._shell._device_claims[0].unmapped(2)
 
 
-async def test_a_frontend_cannot_ask_for_memory_that_is_not_there(ends: Ends, eventually: Eventually) -> None:
+async def test_a_frontend_cannot_ask_for_memory_that_is_not_there(ends: Ends) -> None:
     ring = await ends.serve(device_slab_nbytes=0)
     client = await ends.connect()
-    session_of(client).link.send(LeaseRequest(1, 4096, 0, 1))  # type: ignore[union-attr]
+    session_of(client).link.send(LeaseRequest(1, 4096, 0, 1))
     await eventually(lambda: ring.statistics().protocol_errors == 1)
 
 
-async def test_an_event_without_a_device_slab_is_refused(
-    ends: Ends, eventually: Eventually, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_event_without_a_device_slab_is_refused(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     ring = await ends.serve(device_slab_nbytes=0)
     client = await ends.connect()
     session = session_of(client)
-    assert session is not None
     session.link.queue(submit_of(None, None, epoch=session.welcome.epoch, request_id=1, fence=bytes(64)))
     await eventually(lambda: ring.statistics().protocol_errors == 1)
     assert "an event came without a slot in device memory" in caplog.text
@@ -1094,7 +1055,7 @@ async def test_an_event_without_a_device_slab_is_refused(
 # -- all of it -----------------------------------------------------------------------------------------------------------
 
 
-async def test_nothing_is_used_again_before_the_gpu_is_done(ends: Ends, eventually: Eventually) -> None:
+async def test_nothing_is_used_again_before_the_gpu_is_done(ends: Ends) -> None:
     """Producers write to what comes back at once; either GPU lags behind, by streams that are let run at random moments."""
     requests, chance = 150, random.Random(5)
     ring = await ends.serve()
@@ -1140,7 +1101,6 @@ async def test_nothing_is_used_again_before_the_gpu_is_done(ends: Ends, eventual
     finally:
         stop.set()
         thread.join()
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancel(running)
     assert wrong == []
     await eventually(lambda: used(ring) == sum(used(client) for client in clients) == 0)

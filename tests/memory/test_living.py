@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import shmring
+from shmring import Client
+from tests.waiting import eventually
 
 
 class Cache:
@@ -101,11 +103,8 @@ async def test_a_task_that_goes_on_is_named_by_its_variable(serve: Any, connect:
     await asyncio.gather(*tasks)
 
 
-async def test_a_slot_that_is_left_with_views_says_where_and_who_has_them(
-    serve: Any, connect: Any, caplog: Any, eventually: Any
-) -> None:
-    await serve()
-    client = await connect(debug=True)
+@pytest.mark.client(debug=True)
+async def test_a_slot_that_is_left_with_views_says_where_and_who_has_them(client: Client, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "shmring.client"):
         async with client.slot(40_000, drain=True) as slot:
             kept = slot.tensor((10_000,), torch.float32)[5:]
@@ -116,7 +115,7 @@ async def test_a_slot_that_is_left_with_views_says_where_and_who_has_them(
     await eventually(lambda: client.statistics().slots_in_use == 0)
 
 
-async def test_looking_keeps_nothing_alive(serve: Any, connect: Any, caplog: Any, eventually: Any) -> None:
+async def test_looking_keeps_nothing_alive(serve: Any, connect: Any, caplog: Any) -> None:
     cache = Cache()
 
     async def handler(claim: shmring.Claim) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import gc
 import logging
 import mmap
 import os
@@ -26,6 +25,7 @@ from shmring.errors import SlabError
 from shmring.memory import huge_pages
 from shmring.memory import slab as slab_module
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, Slab, sweep
+from tests.garbage import uncollected
 from tests.segments import own_name, segments_of
 from tests.tables import for_each
 
@@ -57,6 +57,15 @@ def taken(prefix: str) -> Iterator[str]:
     posix_ipc.SharedMemory(path, posix_ipc.O_CREX, size=0).close_fd()
     yield path
     posix_ipc.unlink_shared_memory(path)
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    """Each test leaves as many descriptors as there were, and no segment."""
+    before = descriptors()
+    yield
+    assert descriptors() == before
+    assert segments_of(NAME) == []
 
 
 def descriptors() -> int:
@@ -109,7 +118,6 @@ def test_a_forked_child_does_not_get_the_mapping(slab: Slab) -> None:
 
 
 def test_a_full_shm_is_a_clear_error_and_leaves_nothing(small_shm: None) -> None:
-    before = descriptors()
     with pytest.raises(SlabError) as caught:
         Slab.create(NAME, MIB, epoch=1, prefault=True, backing="/dev/shm")
     assert caught.value.errno == errno.ENOSPC
@@ -117,14 +125,11 @@ def test_a_full_shm_is_a_clear_error_and_leaves_nothing(small_shm: None) -> None
     assert caught.value.path == f"/{PREFIX}{NAME}-{1:016x}"
     for part in (f"reserving {MIB} bytes", "are free", "lower slab_nbytes", "--shm-size"):
         assert part in str(caught.value)
-    assert segments_of(NAME) == []
-    assert descriptors() == before
 
 
 def test_a_name_that_exists_is_an_error(taken: str) -> None:
-    with pytest.raises(SlabError, match="creating a segment") as caught:
+    with pytest.raises(SlabError, match="creating a segment", check=lambda error: error.path == taken):
         Slab.create(NAME, MIB, epoch=1, prefault=False, backing="/dev/shm")
-    assert caught.value.path == taken
     assert (SHM_DIRECTORY / taken[1:]).exists(), "it is somebody else's"
 
 
@@ -135,11 +140,8 @@ def test_a_failure_midway_leaves_nothing(step: str, backing: Backing, monkeypatc
         raise SlabError("broken")
 
     monkeypatch.setattr(slab_module, step, fail)
-    before = descriptors()
     with pytest.raises(SlabError, match="broken"):
         Slab.create(NAME, MIB, epoch=1, prefault=False, reply_nbytes=PAGE, backing=backing)
-    assert segments_of(NAME) == []
-    assert descriptors() == before
 
 
 @pytest.mark.parametrize("step", ["_keep_from_children", "prefault"])
@@ -148,10 +150,8 @@ def test_a_failure_at_the_end_leaves_nothing(step: str, monkeypatch: pytest.Monk
         raise SlabError("broken")
 
     monkeypatch.setattr(Slab, step, fail)
-    before = descriptors()
     with pytest.raises(SlabError, match="broken"):
         Slab.create(NAME, MIB, epoch=1, prefault=True, reply_nbytes=PAGE)
-    assert descriptors() == before
 
 
 # -- where it lies -------------------------------------------------------------------------------------------------------
@@ -179,7 +179,6 @@ def test_it_lies_where_it_was_asked_to_and_replies_lie_in_a_memfd(
         assert not os.get_inheritable(fd)
     assert ("in a memfd, and not in /dev/shm: as configured" in caplog.text) == (backing == "memfd")
     slab.close()
-    assert segments_of(NAME) == []
 
 
 @pytest.fixture
@@ -198,15 +197,12 @@ def small_shm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_goes_to_a_memfd_and_the_log_says_why(small_shm: None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "shmring.ring")
-    before = descriptors()
     slab = Slab.create(NAME, MIB, epoch=1, prefault=False)
     assert (place_of(slab.fd), slab.shm_nbytes) == (MEMFD, 0)
     assert f"{MIB} bytes of the slab are in a memfd" in caplog.text
     assert f"reserving {MIB} bytes in /dev/shm failed" in caplog.text
     assert f"{16 * PAGE} bytes of {32 * PAGE} are free" in caplog.text
     slab.close()
-    assert descriptors() == before
-    assert segments_of(NAME) == []
 
 
 def test_what_just_fits_stays_in_shm(small_shm: None) -> None:
@@ -228,9 +224,8 @@ def test_what_others_take_meanwhile_makes_it_go_to_a_memfd(monkeypatch: pytest.M
     slab = Slab.create(NAME, MIB, epoch=1, prefault=False)
     assert slab.shm_nbytes == 0
     slab.close()
-    with pytest.raises(SlabError, match="backing='memfd'") as caught:
+    with pytest.raises(SlabError, match="backing='memfd'", check=lambda error: error.errno == number):
         Slab.create(NAME, MIB, epoch=1, prefault=False, backing="/dev/shm")
-    assert caught.value.errno == number
 
 
 @pytest.mark.usefixtures("taken")
@@ -242,14 +237,12 @@ def test_where_no_segment_can_be_made_a_memfd_is_taken() -> None:
 
 @for_each("reply_nbytes", [0, 1 << 60])
 def test_more_than_the_memory_is_a_clear_error_and_nobody_is_killed_for_it(reply_nbytes: int) -> None:
-    before = descriptors()
     with pytest.raises(
         SlabError, match=r"a slab of 1.049e\+06 TiB can't be had: .* of the machine's .* are available"
     ) as caught:
         Slab.create(NAME, MIB + (1 << 60), epoch=1, prefault=False, reply_nbytes=reply_nbytes, backing="memfd")
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.nbytes == MIB + (1 << 60)
-    assert descriptors() == before
 
 
 @contextlib.contextmanager
@@ -269,7 +262,6 @@ def mapped_nbytes() -> int:
 
 @for_each("backing", ["memfd", "/dev/shm"])
 def test_a_limit_of_the_shell_is_named_and_not_the_size_of_the_slab(backing: Any) -> None:
-    before = descriptors()
     for kind, limit, words in (
         (
             resource.RLIMIT_FSIZE,
@@ -283,7 +275,6 @@ def test_a_limit_of_the_shell_is_named_and_not_the_size_of_the_slab(backing: Any
         for part in (f"reserving {64 * MIB} bytes in", *words):
             assert part in str(caught.value)
         assert "lower slab_nbytes" not in str(caught.value)
-    assert descriptors() == before
 
 
 def test_a_call_that_a_sandbox_forbids_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,29 +402,23 @@ def test_prefaulting_at_either_end_maps_every_page_of_both_parts(divided: Slab) 
 
 
 def test_attaching_takes_both_descriptors_over(divided: Slab) -> None:
-    before = descriptors()
     attached(divided).close()
-    assert descriptors() == before
 
 
 def test_a_part_for_replies_that_others_could_write_is_refused(divided: Slab) -> None:
-    before = descriptors()
     forged = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
     os.ftruncate(forged, 4 * PAGE)
     for fd in (forged, os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)):
         os.ftruncate(fd, 4 * PAGE)
         with pytest.raises(SlabError, match="others could write"):
             Slab.attach((os.dup(divided.fd), fd), MIB, 4 * PAGE, epoch=7)
-    assert descriptors() == before
 
 
 @for_each("leased_nbytes", [MIB - 5 * PAGE, MIB - 4 * PAGE, MIB])
 @for_each("reply_nbytes", [3 * PAGE, 5 * PAGE, MIB, -PAGE])
 def test_parts_that_are_not_of_the_announced_sizes_are_refused(divided: Slab, leased_nbytes: int, reply_nbytes: int) -> None:
-    before = descriptors()
     with pytest.raises(SlabError, match="announced"):
         Slab.attach((os.dup(divided.fd), os.dup(divided.reply_fd)), leased_nbytes + reply_nbytes, reply_nbytes, epoch=7)
-    assert descriptors() == before
 
 
 def test_both_ends_see_the_same_bytes(slab: Slab) -> None:
@@ -446,21 +431,17 @@ def test_both_ends_see_the_same_bytes(slab: Slab) -> None:
 
 
 def test_attaching_takes_the_descriptor_over_and_needs_none(slab: Slab) -> None:
-    before = descriptors()
     fd = os.dup(slab.fd)
     other = Slab.attach((fd, -1), MIB, 0, epoch=7)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     other.close()
-    assert descriptors() == before
 
 
 @pytest.mark.parametrize("nbytes", [MIB // 2, 2 * MIB])
 def test_a_slab_that_is_not_of_the_announced_size_is_refused(slab: Slab, nbytes: int) -> None:
-    before = descriptors()
     with pytest.raises(SlabError, match="announced"):
         Slab.attach((os.dup(slab.fd), -1), nbytes, 0, epoch=7)
-    assert descriptors() == before
 
 
 # -- addresses and views -------------------------------------------------------------------------------------------------
@@ -475,18 +456,15 @@ def test_find_knows_its_own_addresses_only(slab: Slab) -> None:
 
 
 def test_closing_unmaps_and_closes(slab: Slab) -> None:
-    before = descriptors()
     other = Slab.create(NAME, MIB, epoch=2, prefault=False)
     address = other.address
     other.close()
     other.close()
     assert mapping(address) == {}
-    assert descriptors() == before
 
 
 def test_living_views_outlive_the_closing_and_the_mapping_goes_with_the_last_of_them() -> None:
-    gc.disable()
-    try:
+    with uncollected():
         slab = Slab.create(NAME, MIB, epoch=2, prefault=False)
         address, view = slab.address, slab.bytes_at(PAGE, 64)
         view[:] = 9
@@ -497,8 +475,6 @@ def test_living_views_outlive_the_closing_and_the_mapping_goes_with_the_last_of_
         assert mapping(address) != {}
         del tail
         assert mapping(address) == {}, "the closed slab itself must not keep the mapping"
-    finally:
-        gc.enable()
 
 
 def test_protecting_a_range_turns_a_stray_write_into_a_fault() -> None:
@@ -522,9 +498,8 @@ def test_protecting_a_range_turns_a_stray_write_into_a_fault() -> None:
 
 
 def test_advice_to_nowhere_is_an_error(slab: Slab) -> None:
-    with pytest.raises(SlabError, match="mprotect") as caught:
+    with pytest.raises(SlabError, match="mprotect", check=lambda error: error.errno == errno.EINVAL):
         slab.protect(1, PAGE, readable=True, writable=True)
-    assert caught.value.errno == errno.EINVAL
     with pytest.raises(SlabError, match=r"madvise\(MADV_POPULATE_READ\) of 4096 bytes"):
         slab.prefault(1 << 46, PAGE)
 
@@ -552,10 +527,8 @@ def leftover(prefix: str) -> Iterator[Path]:
 
 
 def test_a_sweep_removes_what_a_crash_left(leftover: Path) -> None:
-    before = descriptors()
     assert sweep() == [leftover.name]
     assert not leftover.exists()
-    assert descriptors() == before
 
 
 def test_a_sweep_leaves_what_a_living_engine_holds(leftover: Path) -> None:
@@ -628,9 +601,7 @@ def test_a_sweep_names_the_engine_that_died_between_lock_and_unlink(prefix: str,
         raise KeyboardInterrupt
 
     monkeypatch.setattr(slab_module.posix_ipc, "unlink_shared_memory", die)
-    before = descriptors()
     with pytest.raises(KeyboardInterrupt):
         Slab.create(NAME, MIB, epoch=4, prefault=False, backing="/dev/shm")
-    assert descriptors() == before
     assert sweep() == [f"{prefix}{NAME}-{4:016x}"]
     assert sweep() == []

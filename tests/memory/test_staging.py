@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from shmring.errors import CapacityError, ClosedError, WouldBlock
 from shmring.gpu.staging import UNIT_NBYTES, StagingPart, StagingRing
 from shmring.memory.views import TENSOR_MAKER
+from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.both_loops
 
@@ -50,8 +50,7 @@ def units(count: int) -> int:
 async def collected() -> None:
     """Lets what died on this thread be noticed: one wake-up of the loop."""
     gc.collect()
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await turns(3)
 
 
 def take_back(ring: StagingRing) -> int:
@@ -118,7 +117,7 @@ async def test_what_is_too_large_is_refused_at_once(ring: StagingRing) -> None:
     assert (caught.value.needed, caught.value.capacity) == (units(UNITS) + 1, units(UNITS))
 
 
-async def test_waiters_are_served_in_order(ring: StagingRing, eventually: Callable[..., Awaitable[Any]]) -> None:
+async def test_waiters_are_served_in_order(ring: StagingRing) -> None:
     held = [take(ring, units(4)) for _ in range(2)]
     order: list[int] = []
 

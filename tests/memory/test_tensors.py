@@ -14,9 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shmring
+from shmring import Client, Ring
 from shmring.core.compiled import Packed
 from shmring.memory.tensors import make_packer
 from tests.tables import for_each
+from tests.waiting import eventually
 
 NBYTES = 80_000  # of a tensor that travels in a slot
 
@@ -179,8 +181,7 @@ async def done(call: Callable[[object], Any], payload: object) -> None:
 
 
 @pytest.mark.parametrize("inline", [True, False])
-async def test_a_client_sends_nothing_of_a_freed_tensor(serve: Any, connect: Any, inline: bool) -> None:
-    ring, client = await serve(), await connect()
+async def test_a_client_sends_nothing_of_a_freed_tensor(ring: Ring, client: Client, inline: bool) -> None:
     for call in (client.submit, client.submit_nowait, client.request):
         with pytest.raises(TypeError, match=PATH):
             await done(call, half(inline))
@@ -191,8 +192,7 @@ async def test_a_client_sends_nothing_of_a_freed_tensor(serve: Any, connect: Any
 
 
 @pytest.mark.parametrize("inline", [True, False])
-async def test_an_engine_sends_nothing_of_a_freed_tensor(serve: Any, connect: Any, inline: bool) -> None:
-    ring, client = await serve(), await connect()
+async def test_an_engine_sends_nothing_of_a_freed_tensor(ring: Ring, client: Client, inline: bool) -> None:
     submission = await client.submit("x")
     with await ring.claim() as claim:
         for call in (claim.reply, claim.reply_nowait, claim.done):
@@ -203,8 +203,8 @@ async def test_an_engine_sends_nothing_of_a_freed_tensor(serve: Any, connect: An
     assert ring.statistics().reply_free_nbytes == ring.statistics().reply_nbytes
 
 
-async def test_neither_engine_nor_worker_send_anything_of_a_freed_tensor(serve: Any, socket_dir: Path) -> None:
-    ring = await serve(broadcast_nbytes="1MiB")
+@pytest.mark.ring(broadcast_nbytes="1MiB")
+async def test_neither_engine_nor_worker_send_anything_of_a_freed_tensor(ring: Ring, socket_dir: Path) -> None:
     async with shmring.join("test", 0, socket_dir=str(socket_dir)) as worker:
         for inline in (True, False):
             for call in (ring.broadcast, ring.gather):
@@ -219,9 +219,8 @@ async def test_neither_engine_nor_worker_send_anything_of_a_freed_tensor(serve: 
         assert ring.statistics().broadcast_free_nbytes == ring.statistics().broadcast_nbytes
 
 
-async def test_a_tensor_that_is_freed_while_it_waits_for_space_is_not_sent(serve: Any, connect: Any, eventually: Any) -> None:
-    await serve(slab_nbytes="1MiB")
-    client = await connect()
+@pytest.mark.ring(slab_nbytes="1MiB")
+async def test_a_tensor_that_is_freed_while_it_waits_for_space_is_not_sent(client: Client) -> None:
     tensor = torch.ones(150_000)
     slot = await client.slot(600_000)
     waiting = asyncio.ensure_future(client.submit({"weights": tensor}))

@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ from shmring.memory.slab import Slab
 from shmring.memory.tensors import make_decoder
 from tests.model.inside import leave_content, open_content
 from tests.records import content_of, tensor_extension
+from tests.tables import for_each
+from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.both_loops
 
@@ -34,7 +36,7 @@ SLAB_NBYTES = 4 << 20
 STAGING_NBYTES = 1 << 20
 OFFLOAD_NBYTES = 64 << 10
 
-Eventually = Callable[..., Awaitable[Any]]
+SMALL = (1, 0, "uint8", (10,))
 
 
 def content(*tensors: tuple[int, int, str, tuple[int, ...]], inline: bytes = b"", slot_nbytes: int = 1 << 20) -> Content:
@@ -102,6 +104,11 @@ class Rig:
         finally:
             leave_content(regions)
 
+    async def send(self, *tensors: Any, seed: int = 0, inline: bytes = b"", **options: Any) -> tuple[list[bytes], list[Any]]:
+        """Fills the slots and uploads them; returns what each tensor holds, and what arrived."""
+        wanted = self.fill(content(*tensors, inline=inline), seed)
+        return wanted, await self.upload(**options)
+
     def upload_nowait(self, device: Any = "cuda:0") -> list[Any]:
         regions = open_content(self.content, 1, self.regions, self.slab.mapping)
         try:
@@ -140,8 +147,7 @@ MIXED = (
 
 
 async def test_every_tensor_arrives(rig: Rig) -> None:
-    wanted = rig.fill(content(*MIXED, inline=bytes(range(16))))
-    arrived = await rig.upload()
+    wanted, arrived = await rig.send(*MIXED, inline=bytes(range(16)))
     assert [as_bytes(tensor) for tensor in arrived] == wanted
     assert [tensor.dtype for tensor in arrived] == [
         torch.uint8,
@@ -164,10 +170,9 @@ async def test_what_the_gpu_cannot_hold_is_copied_on_the_host(rig: Rig) -> None:
     assert text.tolist() == ["abc"]
 
 
-async def test_slots_are_let_go_of_when_the_copy_is_over_and_not_before(rig: Rig, eventually: Eventually) -> None:
+async def test_slots_are_let_go_of_when_the_copy_is_over_and_not_before(rig: Rig) -> None:
     rig.cuda.hold_copies = True
-    wanted = rig.fill(content(*MIXED, inline=bytes(range(16))))
-    arrived = await rig.upload()
+    wanted, arrived = await rig.send(*MIXED, inline=bytes(range(16)))
     gc.collect()
     assert rig.held() == [1, 2]
     assert arrived[0].unique().tolist() == [0xEE], "nothing is copied yet, so who would let go had corrupted it"
@@ -176,9 +181,9 @@ async def test_slots_are_let_go_of_when_the_copy_is_over_and_not_before(rig: Rig
     assert [as_bytes(tensor) for tensor in arrived] == wanted
 
 
-async def test_slots_are_let_go_of_in_the_order_of_their_copies(rig: Rig, eventually: Eventually) -> None:
+async def test_slots_are_let_go_of_in_the_order_of_their_copies(rig: Rig) -> None:
     rig.cuda.hold_copies = True
-    rig.fill(content((1, 0, "uint8", (10,))))
+    rig.fill(content(SMALL))
     first = await rig.upload()
     (stream,) = (stream for stream in rig.cuda.streams if stream.held)
     rig.fill(content((2, 0, "uint8", (10,))))
@@ -194,8 +199,7 @@ async def test_slots_are_let_go_of_in_the_order_of_their_copies(rig: Rig, eventu
 @pytest.mark.one_loop
 async def test_the_consumers_stream_waits_for_the_copy(rig: Rig) -> None:
     rig.cuda.hold_copies = True
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+    await rig.send(SMALL)
     used = rig.cuda.record(rig.cuda.computing())
     assert not used.reached.is_set()
     rig.cuda.release()
@@ -206,8 +210,7 @@ async def test_the_consumers_stream_waits_for_the_copy(rig: Rig) -> None:
 async def test_the_first_copy_waits_for_whoever_had_the_memory_before(rig: Rig) -> None:
     computing = rig.cuda.computing()
     computing.held = True
-    rig.fill(content((1, 0, "uint8", (10,))))
-    (arrived,) = await rig.upload()
+    _, (arrived,) = await rig.send(SMALL)
     assert arrived.unique().tolist() == [0xEE]
     rig.cuda.release()
     assert arrived.unique().tolist() != [0xEE]
@@ -215,7 +218,7 @@ async def test_the_first_copy_waits_for_whoever_had_the_memory_before(rig: Rig) 
 
 @pytest.mark.one_loop
 async def test_torchs_allocator_learns_of_every_stream_once(rig: Rig) -> None:
-    rig.fill(content((1, 0, "uint8", (10,))))
+    rig.fill(content(SMALL))
     for _ in range(3):
         await rig.upload()
     assert rig.cuda.calls["used_on"] == 2
@@ -226,8 +229,7 @@ async def test_another_stream_can_be_named(rig: Rig) -> None:
     rig.cuda.hold_copies = True
     mine = rig.cuda.create_stream(0)
     mine.held = False
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload(stream=mine)
+    await rig.send(SMALL, stream=mine)
     assert not rig.cuda.record(mine).reached.is_set()
     assert rig.cuda.record(rig.cuda.computing()).reached.is_set()
 
@@ -235,8 +237,7 @@ async def test_another_stream_can_be_named(rig: Rig) -> None:
 async def test_a_completion_is_noticed_within_a_millisecond(rig: Rig) -> None:
     """The best of many, as the machine may be busy."""
     rig.cuda.hold_copies = True
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+    await rig.send(SMALL)
     (stream,) = (stream for stream in rig.cuda.streams if stream.held)
     rig.cuda.computing().held = True
     delays = []
@@ -261,8 +262,7 @@ async def test_the_loop_goes_on_while_a_copy_waits(rig: Rig) -> None:
 @pytest.mark.one_loop
 async def test_copies_do_not_cross_what_was_registered_in_one_call(cuda: Any) -> None:
     rig = Rig(cuda, chunk_nbytes=64 << 10)
-    wanted = rig.fill(content((1, 0, "uint8", (300_000,))))
-    (arrived,) = await rig.upload()
+    wanted, (arrived,) = await rig.send((1, 0, "uint8", (300_000,)))
     assert as_bytes(arrived) == wanted[0]
     assert len(cuda.copied) == 5
     await rig.close()
@@ -271,8 +271,7 @@ async def test_copies_do_not_cross_what_was_registered_in_one_call(cuda: Any) ->
 @pytest.mark.one_loop
 async def test_the_staging_memory_is_used_again(rig: Rig) -> None:
     for seed in range(6):
-        wanted = rig.fill(content((1, 0, "uint8", (1 << 19,)), (2, 0, "uint8", (1 << 18,))), seed)
-        arrived = await rig.upload()
+        wanted, arrived = await rig.send((1, 0, "uint8", (1 << 19,)), (2, 0, "uint8", (1 << 18,)), seed=seed)
         assert [as_bytes(tensor) for tensor in arrived] == wanted
         del arrived
     assert rig.cuda.calls["allocate"] == 1
@@ -296,31 +295,33 @@ def copying(rig: Rig) -> Any:
     return stream
 
 
+def free_nbytes(rig: Rig) -> int:
+    """Of the staging memory."""
+    staging = rig.uploads._lanes[0].staging
+    staging._reap()
+    return staging.free_nbytes
+
+
 @pytest.mark.one_loop
 async def test_a_small_copy_goes_on_the_consumers_stream_if_that_has_nothing_to_do(rig: Rig) -> None:
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+    await rig.send(SMALL)
     copying(rig).held = True
     waits = rig.cuda.calls["cuStreamWaitEvent"]
-    wanted = rig.fill(content((1, 0, "uint8", (20,))), seed=1)
-    (arrived,) = await rig.upload()
+    wanted, (arrived,) = await rig.send((1, 0, "uint8", (20,)), seed=1)
     assert as_bytes(arrived) == wanted[0]
     assert rig.cuda.calls["cuStreamWaitEvent"] == waits, "a stream is behind what is queued on itself"
     rig.cuda.computing().held = True
-    rig.fill(content((1, 0, "uint8", (30,))), seed=2)
-    (arrived,) = await rig.upload()
+    _, (arrived,) = await rig.send((1, 0, "uint8", (30,)), seed=2)
     rig.cuda.release(rig.cuda.computing())
     assert arrived.unique().tolist() == [0xEE], "it had something to do, and so the copy is on the other stream"
 
 
-async def test_a_large_copy_never_goes_on_the_consumers_stream(cuda: Any, turns: Any) -> None:
+async def test_a_large_copy_never_goes_on_the_consumers_stream(cuda: Any) -> None:
     rig = Rig(cuda, staging_nbytes=2 << 20)
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+    await rig.send(SMALL)
     await turns()
     copying(rig).held = True
-    wanted = rig.fill(content((1, 0, "uint8", (1 << 20,)), (2, 0, "uint8", (10,))), seed=1)
-    arrived = await rig.upload()
+    wanted, arrived = await rig.send((1, 0, "uint8", (1 << 20,)), (2, 0, "uint8", (10,)), seed=1)
     assert as_bytes(arrived[0]) != wanted[0]
     gc.collect()
     assert rig.held() == [1, 2]
@@ -333,8 +334,7 @@ async def test_a_large_copy_never_goes_on_the_consumers_stream(cuda: Any, turns:
 @pytest.mark.one_loop
 async def test_a_stream_uses_the_memory_first_behind_whoever_had_it_before(rig: Rig) -> None:
     """What the memory's last owner has queued is known to be over only where something has waited for it."""
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+    await rig.send(SMALL)
     copying(rig).held = True
     mine = rig.cuda.create_stream(0)
     (arrived,) = await rig.upload(stream=mine)
@@ -346,10 +346,8 @@ async def test_what_copies_nothing_has_not_waited_for_the_memorys_last_owner(rig
     computing = rig.cuda.computing()
     computing.held = True
     mine = rig.cuda.create_stream(0)
-    rig.fill(content())
-    await rig.upload(stream=mine)
-    rig.fill(content((1, 0, "uint8", (10,))))
-    (arrived,) = await rig.upload(stream=mine)
+    await rig.send(stream=mine)
+    _, (arrived,) = await rig.send(SMALL, stream=mine)
     assert arrived.unique().tolist() == [0xEE], "the memory's last owner is not done with it"
     rig.cuda.release()
     assert arrived.unique().tolist() != [0xEE]
@@ -360,31 +358,27 @@ async def test_what_copies_nothing_has_not_waited_for_the_memorys_last_owner(rig
 async def test_a_copy_goes_only_on_a_stream_that_is_known_to_be_of_its_device(rig: Rig, stream: str) -> None:
     """CUDA lets streams of two devices wait for each other, but no event of one is recorded on the other."""
     computing = rig.cuda.computing()
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+    await rig.send(SMALL)
     copying(rig).held = True
 
     class Foreign:
         cuda_stream, device_index = computing.cuda_stream, 1
 
-    rig.fill(content((1, 0, "uint8", (20,))), seed=1)
-    (arrived,) = await rig.upload(stream=computing.cuda_stream if stream == "number" else Foreign())
+    named = computing.cuda_stream if stream == "number" else Foreign()
+    _, (arrived,) = await rig.send((1, 0, "uint8", (20,)), seed=1, stream=named)
     assert arrived.unique().tolist() == [0xEE]
 
 
 @pytest.mark.one_loop
 async def test_a_small_copy_goes_on_though_cuda_can_not_say_whether_a_stream_is_idle(rig: Rig) -> None:
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+    await rig.send(SMALL)
     rig.cuda.fail("cuStreamQuery")
-    wanted = rig.fill(content((1, 0, "uint8", (20,))), seed=1)
-    (arrived,) = await rig.upload()
+    wanted, (arrived,) = await rig.send((1, 0, "uint8", (20,)), seed=1)
     assert as_bytes(arrived) == wanted[0]
 
 
-async def test_copies_are_looked_at_though_the_loop_could_not_be_told_once(rig: Rig, turns: Any) -> None:
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+async def test_copies_are_looked_at_though_the_loop_could_not_be_told_once(rig: Rig) -> None:
+    await rig.send(SMALL)
     await turns()
     loop = rig.uploads._loop
 
@@ -392,7 +386,7 @@ async def test_copies_are_looked_at_though_the_loop_could_not_be_told_once(rig: 
         def call_soon(self, *_: Any) -> None:
             raise KeyboardInterrupt
 
-    rig.uploads._loop = Interrupted()  # type: ignore[assignment]
+    rig.uploads._loop = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         await rig.upload()
     rig.uploads._loop = loop
@@ -402,7 +396,7 @@ async def test_copies_are_looked_at_though_the_loop_could_not_be_told_once(rig: 
     assert rig.held() == []
 
 
-async def test_no_thread_is_woken_for_a_copy_that_is_over_soon(rig: Rig, turns: Any) -> None:
+async def test_no_thread_is_woken_for_a_copy_that_is_over_soon(rig: Rig) -> None:
     rig.fill(content(*MIXED, inline=bytes(16)))
     for _ in range(3):
         await rig.upload()
@@ -412,40 +406,36 @@ async def test_no_thread_is_woken_for_a_copy_that_is_over_soon(rig: Rig, turns: 
     assert rig.cuda.calls["cuEventSynchronize"] == 0
 
 
-async def test_a_copy_that_failed_half_way_on_the_consumers_stream_keeps_its_memory_until_the_other_half_is_over(
-    rig: Rig, eventually: Eventually
+@for_each("on_the_consumers_stream", [True, False])
+async def test_a_copy_that_failed_half_way_keeps_its_memory_until_the_other_half_is_over(
+    rig: Rig, on_the_consumers_stream: bool
 ) -> None:
-    rig.fill(content(*MIXED, inline=bytes(16)))
-    await rig.upload()
+    await rig.send(*MIXED, inline=bytes(16))
     await eventually(lambda: rig.held() == [])
     gc.collect()
-    lane = rig.uploads._lanes[0]
-
-    def free_nbytes() -> int:
-        lane.staging._reap()
-        return lane.staging.free_nbytes
-
-    await eventually(lambda: free_nbytes() == STAGING_NBYTES)
+    await eventually(lambda: free_nbytes(rig) == STAGING_NBYTES)
     computing = rig.cuda.computing()
 
     def hold() -> None:
         computing.held = True
 
-    rig.cuda.before_copies = hold
+    if on_the_consumers_stream:
+        rig.cuda.before_copies = hold
+    else:
+        copying(rig).held = computing.held = True
     rig.cuda.fail_after("cuMemcpyHtoDAsync_v2", 2)
     with pytest.raises(CudaError):
         await rig.upload()
     gc.collect()
     assert rig.held() == [1, 2]
-    assert free_nbytes() < STAGING_NBYTES
-    rig.cuda.release(computing)
-    await eventually(lambda: rig.held() == [])
-    assert free_nbytes() == STAGING_NBYTES
+    assert free_nbytes(rig) < STAGING_NBYTES
+    rig.cuda.before_copies = None
+    rig.cuda.release()
+    await eventually(lambda: rig.held() == [] and free_nbytes(rig) == STAGING_NBYTES)
 
 
 async def test_closing_waits_for_what_was_not_looked_at(rig: Rig) -> None:
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+    await rig.send(SMALL)
     copying(rig).held = True
     rig.cuda.computing().held = True
     (arrived,) = rig.upload_nowait()
@@ -458,12 +448,11 @@ async def test_closing_waits_for_what_was_not_looked_at(rig: Rig) -> None:
 # -- threads ------------------------------------------------------------------------------------------------------------
 
 
-async def test_large_copies_from_an_unpinned_slab_leave_the_loop(cuda: Any, eventually: Eventually) -> None:
+async def test_large_copies_from_an_unpinned_slab_leave_the_loop(cuda: Any) -> None:
     rig = Rig(cuda, pin=False)
     for nbytes, in_the_loop in ((OFFLOAD_NBYTES, True), (OFFLOAD_NBYTES + 64, False)):
         cuda.copy_threads.clear()
-        wanted = rig.fill(content((1, 0, "uint8", (nbytes,))))
-        (arrived,) = await rig.upload()
+        wanted, (arrived,) = await rig.send((1, 0, "uint8", (nbytes,)))
         assert as_bytes(arrived) == wanted[0]
         assert (cuda.copy_threads == {threading.get_ident()}) is in_the_loop
         del arrived
@@ -472,8 +461,7 @@ async def test_large_copies_from_an_unpinned_slab_leave_the_loop(cuda: Any, even
 
 
 async def test_copies_from_a_pinned_slab_stay_in_the_loop(rig: Rig) -> None:
-    rig.fill(content((1, 0, "uint8", (1 << 19,))))
-    await rig.upload()
+    await rig.send((1, 0, "uint8", (1 << 19,)))
     assert rig.cuda.copy_threads == {threading.get_ident()}
 
 
@@ -487,7 +475,7 @@ async def test_memory_is_allocated_once_and_beside_the_loop(rig: Rig) -> None:
         return result
 
     rig.cuda.allocate = spy
-    rig.fill(content((1, 0, "uint8", (10,))))
+    rig.fill(content(SMALL))
     await asyncio.gather(*(rig.upload() for _ in range(5)))
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
@@ -498,8 +486,7 @@ async def test_every_call_names_the_device_that_was_asked_for(cuda: Any) -> None
     """A thread's own device is GPU 0, where nothing of this belongs."""
     cuda.select(1)
     rig = Rig(cuda, pin=False)
-    rig.fill(content((1, 0, "uint8", (OFFLOAD_NBYTES * 2,))))
-    await rig.upload("cuda")
+    await rig.send((1, 0, "uint8", (OFFLOAD_NBYTES * 2,)), device="cuda")
     await rig.close()
     assert cuda.devices == {1}
 
@@ -521,8 +508,7 @@ async def test_the_twin_that_does_not_wait(rig: Rig) -> None:
 
 async def test_the_twin_does_not_hold_the_loop_up(cuda: Any) -> None:
     rig = Rig(cuda, pin=False)
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+    await rig.send(SMALL)
     rig.upload_nowait()
     rig.fill(content((1, 0, "uint8", (OFFLOAD_NBYTES + 64,))))
     with pytest.raises(WouldBlock, match="not pinned"):
@@ -536,7 +522,7 @@ async def test_the_twin_does_not_hold_the_loop_up(cuda: Any) -> None:
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("call", ["allocate", "create_stream"])
 async def test_a_device_that_cannot_be_opened_can_be_tried_again(rig: Rig, call: str) -> None:
-    rig.fill(content((1, 0, "uint8", (10,))))
+    rig.fill(content(SMALL))
     rig.cuda.fail(call)
     with pytest.raises(CudaError, match=f"{call} failed"):
         await rig.upload()
@@ -546,7 +532,7 @@ async def test_a_device_that_cannot_be_opened_can_be_tried_again(rig: Rig, call:
 @pytest.mark.one_loop
 async def test_without_cuda_it_says_so(rig: Rig) -> None:
     rig.cuda.reason = "torch finds no CUDA device"
-    rig.fill(content((1, 0, "uint8", (10,))))
+    rig.fill(content(SMALL))
     with pytest.raises(CudaError, match="nothing can be copied to GPU 0: torch finds no CUDA device"):
         await rig.upload()
     with pytest.raises(ValueError, match="cpu is no CUDA device"):
@@ -555,68 +541,34 @@ async def test_without_cuda_it_says_so(rig: Rig) -> None:
 
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync_v2", "cuStreamWaitEvent", "used_on", "current_stream"])
-async def test_a_failed_copy_lets_go_of_everything(rig: Rig, eventually: Eventually, call: str) -> None:
-    rig.fill(content(*MIXED, inline=bytes(16)))
-    await rig.upload()
+async def test_a_failed_copy_lets_go_of_everything(rig: Rig, call: str) -> None:
+    await rig.send(*MIXED, inline=bytes(16))
     rig.uploads._lanes[0].staging._users.clear()  # so that it goes on the other stream
     gc.collect()
     rig.cuda.fail(call)
     with pytest.raises(CudaError, match=f"{call} failed"):
         await rig.upload()
-    await eventually(lambda: gc.collect() >= 0 and rig.held() == [])
-    lane = rig.uploads._lanes[0]
-
-    def is_free() -> bool:
-        lane.staging._reap()
-        return lane.staging.free_nbytes == STAGING_NBYTES
-
-    await eventually(is_free)
+    await eventually(lambda: gc.collect() >= 0 and rig.held() == [] and free_nbytes(rig) == STAGING_NBYTES)
 
 
-async def test_the_error_of_a_failed_copy_keeps_no_slot(rig: Rig, eventually: Eventually) -> None:
-    rig.fill(content((1, 0, "uint8", (10,))))
-    rig.cuda.fail("cuMemcpyHtoDAsync_v2")
-    with pytest.raises(CudaError) as caught:
-        await rig.upload()
-    await eventually(lambda: rig.held() == [])
-    assert caught.value.call == "cuMemcpyHtoDAsync_v2"
-
-
-async def test_nor_does_that_of_one_that_does_not_wait(rig: Rig, eventually: Eventually) -> None:
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+@for_each("waits", [True, False])
+async def test_the_error_of_a_failed_copy_keeps_no_slot(rig: Rig, waits: bool) -> None:
+    await rig.send(SMALL)
     await eventually(lambda: rig.held() == [])
     rig.cuda.fail("cuMemcpyHtoDAsync_v2")
     with pytest.raises(CudaError) as caught:
-        rig.upload_nowait()
+        await rig.upload() if waits else rig.upload_nowait()
     await eventually(lambda: rig.held() == [])
     assert caught.value.call == "cuMemcpyHtoDAsync_v2"
-
-
-async def test_a_copy_that_failed_half_way_keeps_its_slots_until_the_other_half_is_over(
-    rig: Rig, eventually: Eventually
-) -> None:
-    rig.fill(content(*MIXED, inline=bytes(16)))
-    await rig.upload()
-    await eventually(lambda: rig.held() == [])
-    copying(rig).held = rig.cuda.computing().held = True
-    rig.cuda.fail_after("cuMemcpyHtoDAsync_v2", 2)
-    with pytest.raises(CudaError):
-        await rig.upload()
-    gc.collect()
-    assert rig.held() == [1, 2]
-    rig.cuda.release()
-    await eventually(lambda: rig.held() == [])
 
 
 @pytest.mark.usefixtures("keeps_slabs")
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuEventSynchronize"])
 async def test_slots_of_which_cuda_can_say_nothing_are_kept_for_good(
-    cuda: Any, caplog: pytest.LogCaptureFixture, eventually: Eventually, call: str
+    cuda: Any, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     rig = Rig(cuda)
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+    await rig.send(SMALL)
     await eventually(lambda: rig.held() == [])
     cuda.fail(call)
     if call == "cuEventRecord":
@@ -637,7 +589,7 @@ async def test_slots_of_which_cuda_can_say_nothing_are_kept_for_good(
     rig.copier.close()
 
 
-async def test_a_cancelled_copy_on_a_thread_is_seen_out(cuda: Any, eventually: Eventually) -> None:
+async def test_a_cancelled_copy_on_a_thread_is_seen_out(cuda: Any) -> None:
     rig = Rig(cuda, pin=False)
     rig.fill(content((1, 0, "uint8", (OFFLOAD_NBYTES * 2,))))
     copying, may_end = threading.Event(), threading.Event()
@@ -663,17 +615,16 @@ async def test_a_cancelled_copy_on_a_thread_is_seen_out(cuda: Any, eventually: E
 # -- the end ------------------------------------------------------------------------------------------------------------
 
 
-async def test_closing_waits_for_copies_under_way(rig: Rig, eventually: Eventually, turns: Any) -> None:
+async def test_closing_waits_for_copies_under_way(rig: Rig) -> None:
     rig.cuda.hold_copies = True
-    rig.fill(content((1, 0, "uint8", (10,))))
-    arrived = await rig.upload()
+    _, (arrived,) = await rig.send(SMALL)
     closing = asyncio.create_task(rig.uploads.close())
     await turns()
     assert not closing.done()
     rig.cuda.release()
     assert await closing
     assert rig.held() == []
-    assert arrived[0].unique().tolist() != [0xEE]
+    assert arrived.unique().tolist() != [0xEE]
     with pytest.raises(ClosedError):
         await rig.upload()
     with pytest.raises(ClosedError):
@@ -687,8 +638,7 @@ async def test_a_gpu_that_never_answers_is_given_up(
     caplog.set_level(logging.CRITICAL)
     cuda.hold_copies = True
     rig = Rig(cuda)
-    rig.fill(content((1, 0, "uint8", (10,))))
-    await rig.upload()
+    await rig.send(SMALL)
     assert not await rig.uploads.close()
     assert cuda.registered
     cuda.release()
