@@ -15,6 +15,7 @@ import shmring
 from shmring.threads.callers_loop import CallersLoop
 from shmring.threads.loop_calls import LoopCall, LoopRunner, _Question
 from shmring.threads.loop_thread import LoopThread
+from tests.garbage import uncollected
 from tests.threads.test_threads import Thread
 from tests.waiting import until
 
@@ -119,15 +120,12 @@ def test_an_error_is_freed_with_the_last_that_holds_it(runner: LoopRunner) -> No
     def fail() -> None:
         raise Odd
 
-    gc.disable()
-    try:
+    with uncollected():
         with pytest.raises(Odd) as caught:
             runner.call(fail)
         error = weakref.ref(caught.value)
         del caught
         assert error() is None
-    finally:
-        gc.enable()
 
 
 def test_what_one_thread_posts_fails_in_no_other(runner: LoopRunner) -> None:

@@ -17,6 +17,7 @@ import torch
 
 import shmring
 from shmring import threads
+from shmring.threads import Claim, Client, Ring, Submission, Worker
 from tests.forked import in_child
 from tests.nursery import Nursery
 from tests.threads.test_threads import Thread, interrupted, is_whole
@@ -29,6 +30,7 @@ LONG_S = 15.0  # longer than these tests wait for anything, so that nobody is wo
 BOTH_KINDS = pytest.mark.parametrize("served_by", ["callers", "both"])
 
 
+@pytest.fixture
 def nobody_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has neither the threads that wait nor the timers of a ring wake a loop: a bell that is not rung is missed."""
     for period in ("threads.callers_loop.LOOK_UP_S", "ring.handshakes._LOOK_S", "ring.inspection._LOOK_S"):
@@ -36,11 +38,11 @@ def nobody_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def serve(socket_dir: Path) -> Iterator[Callable[..., threads.Ring]]:
+def serve(socket_dir: Path) -> Iterator[Callable[..., Ring]]:
     """``serve(served_by="callers", **options)``: a small ring, closed again."""
     with contextlib.ExitStack() as rings:
 
-        def start(served_by: Any = "callers", **options: Any) -> threads.Ring:
+        def start(served_by: Any = "callers", **options: Any) -> Ring:
             settings: dict[str, Any] = {"slab_nbytes": "1MiB", "broadcast_nbytes": "4MiB", "socket_dir": str(socket_dir)}
             return rings.enter_context(threads.serve("test", served_by=served_by, **(settings | options)))
 
@@ -48,11 +50,11 @@ def serve(socket_dir: Path) -> Iterator[Callable[..., threads.Ring]]:
 
 
 @pytest.fixture
-def join(socket_dir: Path) -> Iterator[Callable[..., threads.Worker]]:
+def join(socket_dir: Path) -> Iterator[Callable[..., Worker]]:
     """``join(ring, rank=0, **options)``: a worker in this process, whom the ring has let in."""
     with contextlib.ExitStack() as workers:
 
-        def start(ring: threads.Ring, rank: int = 0, **options: Any) -> threads.Worker:
+        def start(ring: Ring, rank: int = 0, **options: Any) -> Worker:
             joining = Thread(lambda: threads.join("test", rank, socket_dir=str(socket_dir), **options))
             ring.wait_workers(len(ring.ranks) + 1, timeout=20)
             return workers.enter_context(joining.ended())
@@ -61,11 +63,11 @@ def join(socket_dir: Path) -> Iterator[Callable[..., threads.Worker]]:
 
 
 @pytest.fixture
-def connect(socket_dir: Path) -> Iterator[Callable[..., threads.Client]]:
+def connect(socket_dir: Path) -> Iterator[Callable[..., Client]]:
     """``connect(ring)``: a client in this process, whom the ring has let in."""
     with contextlib.ExitStack() as clients:
 
-        def start(ring: threads.Ring) -> threads.Client:
+        def start(ring: Ring) -> Client:
             connecting = Thread(lambda: threads.connect("test", socket_dir=str(socket_dir), lease_nbytes="64KiB"))
             served(ring, lambda: not connecting.is_alive())
             return clients.enter_context(connecting.ended())
@@ -73,7 +75,46 @@ def connect(socket_dir: Path) -> Iterator[Callable[..., threads.Client]]:
         yield start
 
 
-def served(ring: threads.Ring, condition: Callable[[], Any]) -> Any:
+@pytest.fixture
+def served_by() -> str:
+    return "callers"
+
+
+@pytest.fixture
+def ring(serve: Any, served_by: str) -> Ring:
+    return serve(served_by)
+
+
+@pytest.fixture
+def worker(ring: Ring, join: Any) -> Worker:
+    return join(ring)
+
+
+@pytest.fixture
+def client(ring: Ring, connect: Any) -> Client:
+    return connect(ring)
+
+
+@pytest.fixture
+def submission(client: Client) -> Submission:
+    return client.submit_nowait("x")
+
+
+@pytest.fixture
+def claim(ring: Ring, submission: Submission) -> Claim:
+    return ring.claim(10)
+
+
+@pytest.fixture
+def answers(ring: Ring, worker: Worker) -> Iterator[Thread]:
+    """A thread that replies to each message of the worker, until the ring is closed."""
+    thread = answering(worker)
+    yield thread
+    ring.close()
+    thread.ended()
+
+
+def served(ring: Ring, condition: Callable[[], Any]) -> Any:
     """Serves a ring as a loop of its user's would, until something is true; nothing is claimed."""
 
     def look() -> Any:
@@ -83,7 +124,7 @@ def served(ring: threads.Ring, condition: Callable[[], Any]) -> Any:
     return until(look)
 
 
-def answering(worker: threads.Worker) -> Thread:
+def answering(worker: Worker) -> Thread:
     """A thread that replies to each message with its payload, until the worker is closed."""
 
     def reply() -> None:
@@ -118,11 +159,7 @@ def test_callers_serve_a_ring_without_any_thread(serve: Any, join: Any) -> None:
 
 
 @BOTH_KINDS
-def test_a_loop_of_its_users_serves_clients_and_shares_their_claims(
-    serve: Any, join: Any, connect: Any, served_by: str
-) -> None:
-    ring = serve(served_by)
-    worker, client = join(ring), connect(ring)
+def test_a_loop_of_its_users_serves_clients_and_shares_their_claims(ring: Ring, worker: Worker, client: Client) -> None:
     submission = client.submit_nowait({"x": torch.arange(5000)})
     claim = None
     while claim is None:
@@ -142,9 +179,7 @@ def test_a_loop_of_its_users_serves_clients_and_shares_their_claims(
     served(ring, lambda: is_whole(ring))
 
 
-def test_requests_are_claimed_in_order_and_taken_by_name_by_who_waits(serve: Any, connect: Any) -> None:
-    ring = serve("callers")
-    client = connect(ring)
+def test_requests_are_claimed_in_order_and_taken_by_name_by_who_waits(ring: Ring, client: Client) -> None:
     waiting = Thread(ring.take, client.client_id, 3, 20)
     for number in range(1, 4):
         client.submit_nowait(number)
@@ -161,10 +196,8 @@ def test_requests_are_claimed_in_order_and_taken_by_name_by_who_waits(serve: Any
         ring.take(client.client_id + 1, 1, 10)
 
 
-def test_slots_of_shared_claims_go_back_while_others_are_called(serve: Any, join: Any, connect: Any) -> None:
+def test_slots_of_shared_claims_go_back_while_others_are_called(ring: Ring, worker: Worker, client: Client) -> None:
     """Nobody waits for them here; each call looks, a moment after the last one did."""
-    ring = serve("callers")
-    worker, client = join(ring), connect(ring)
     client.submit_nowait(torch.ones(5000))
     with ring.claim(10) as claim:
         claim.share(timeout=10)
@@ -179,11 +212,9 @@ def test_slots_of_shared_claims_go_back_while_others_are_called(serve: Any, join
     until(is_back)
 
 
-def test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits(
-    serve: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nobody_looks_up(monkeypatch)
-    ring = serve("both")
+@pytest.mark.usefixtures("nobody_looks_up")
+@pytest.mark.parametrize("served_by", ["both"])
+def test_between_calls_a_thread_stands_by_and_lets_go_when_somebody_waits(ring: Ring, socket_dir: Path) -> None:
     runner = ring._thread
     with threads.connect("test", socket_dir=str(socket_dir)) as client:  # nobody calls
         client.submit_nowait(torch.ones(5000))
@@ -223,18 +254,14 @@ def test_a_thread_that_stands_by_does_nothing_as_long_as_there_are_calls(serve: 
 
 
 @BOTH_KINDS
-def test_a_worker_that_leaves_fails_or_is_dropped_ends_a_gather_at_once(serve: Any, join: Any, served_by: str) -> None:
-    ring = serve(served_by)
-    worker = join(ring)
-
+def test_a_worker_that_leaves_fails_or_is_dropped_ends_a_gather_at_once(ring: Ring, worker: Worker, join: Any) -> None:
     def fail() -> None:
         with contextlib.suppress(KeyError), worker.receive(20):
             raise KeyError("no such layer")
 
     failing = Thread(fail)
-    with pytest.raises(shmring.WorkerFailedError, match="no such layer") as caught:
+    with pytest.raises(shmring.WorkerFailedError, match="no such layer", check=lambda error: error.rank == 0):
         ring.gather("x", timeout=20)
-    assert caught.value.rank == 0
     failing.ended()
     leaving = Thread(lambda: (worker.receive(20), worker.close())[1])
     with pytest.raises(shmring.WorkerLostError, match="has left"):
@@ -278,9 +305,7 @@ def test_who_does_not_reply_or_leave_in_time_is_named(serve: Any, join: Any) -> 
 
 
 @pytest.mark.parametrize("busy_poll_s", [-0.001, 1.0])
-def test_how_long_to_look_has_limits(serve: Any, join: Any, busy_poll_s: float) -> None:
-    ring = serve("callers")
-    worker = join(ring)
+def test_how_long_to_look_has_limits(ring: Ring, worker: Worker, busy_poll_s: float) -> None:
     with pytest.raises(ValueError, match="busy_poll_s"):
         ring.gather("x", busy_poll_s=busy_poll_s)
     with pytest.raises(ValueError, match="busy_poll_s"):
@@ -298,10 +323,7 @@ def test_busy_poll_s_of_a_gather_needs_a_ring_that_callers_serve(serve: Any) -> 
         threads.serve("other", served_by="nobody")  # type: ignore[call-overload]
 
 
-def test_a_reply_that_comes_while_the_engine_looks_rings_no_bell(serve: Any, join: Any) -> None:
-    ring = serve("callers")
-    worker = join(ring)
-    answers = answering(worker)
+def test_a_reply_that_comes_while_the_engine_looks_rings_no_bell(ring: Ring, worker: Worker, answers: Thread) -> None:
     ring.gather("x", timeout=20)
     [link] = [joined.link for joined in ring._in_loop._shell.workers._workers.values()]
 
@@ -313,8 +335,6 @@ def test_a_reply_that_comes_while_the_engine_looks_rings_no_bell(serve: Any, joi
         return worker._connection._writer.bells == bells
 
     until(looked)
-    ring.close()
-    answers.ended()
 
 
 def test_more_replies_are_found_by_looking_than_a_turn_delivers(serve: Any, join: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,9 +356,8 @@ def test_more_replies_are_found_by_looking_than_a_turn_delivers(serve: Any, join
 
 
 @BOTH_KINDS
-def test_threads_share_a_ring_and_each_gets_its_own(serve: Any, join: Any, connect: Any, served_by: str) -> None:
+def test_threads_share_a_ring_and_each_gets_its_own(ring: Ring, join: Any, connect: Any) -> None:
     """Those who wait run the loop for one another."""
-    ring = serve(served_by)
     workers = [join(ring, rank) for rank in range(2)]
     client = connect(ring)
     answers = [answering(worker) for worker in workers]
@@ -365,10 +384,9 @@ def test_threads_share_a_ring_and_each_gets_its_own(serve: Any, join: Any, conne
         thread.ended()
 
 
-def test_who_waits_is_told_by_the_thread_that_answers_it(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("nobody_looks_up")
+def test_who_waits_is_told_by_the_thread_that_answers_it(ring: Ring) -> None:
     """Whoever leads sleeps then, and whoever follows; neither looks up by itself."""
-    nobody_looks_up(monkeypatch)
-    ring = serve("callers")
     runner = ring._thread
     waiting = [Thread(ring.claim) for _ in range(2)]
     until(lambda: runner._is_asleep and len(runner._running) == 2)
@@ -379,9 +397,8 @@ def test_who_waits_is_told_by_the_thread_that_answers_it(serve: Any, monkeypatch
     assert [thread.ended() for thread in waiting] == ["found", "found"]
 
 
-def test_who_follows_leads_when_the_leader_has_left(serve: Any, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody_looks_up(monkeypatch)
-    ring = serve("callers")
+@pytest.mark.usefixtures("nobody_looks_up")
+def test_who_follows_leads_when_the_leader_has_left(ring: Ring, connect: Any) -> None:
     runner, client = ring._thread, connect(ring)
     waiting = [Thread(ring.claim) for _ in range(3)]
     until(lambda: runner._is_asleep and len(runner._running) == 3)
@@ -390,10 +407,7 @@ def test_who_follows_leads_when_the_leader_has_left(serve: Any, connect: Any, mo
     assert sorted(thread.ended().payload for thread in waiting) == [0, 1, 2]
 
 
-def test_a_ring_is_used_beside_a_running_loop(serve: Any, join: Any) -> None:
-    ring = serve("callers")
-    answers = answering(join(ring))
-
+def test_a_ring_is_used_beside_a_running_loop(ring: Ring, answers: Thread) -> None:
     async def main() -> list[Any]:
         mine = asyncio.get_running_loop()
         replies = ring.gather("x", timeout=20)
@@ -402,15 +416,11 @@ def test_a_ring_is_used_beside_a_running_loop(serve: Any, join: Any) -> None:
         return replies
 
     assert asyncio.run(main()) == ["x"]
-    ring.close()
-    answers.ended()
 
 
-def test_callbacks_and_finalisers_in_the_middle_of_a_call_may_not_wait(serve: Any, connect: Any) -> None:
-    ring = serve("callers")
-    client = connect(ring)
-    submission = client.submit_nowait("x")
-    claim = ring.claim(10)
+def test_callbacks_and_finalisers_in_the_middle_of_a_call_may_not_wait(
+    ring: Ring, submission: Submission, claim: Claim
+) -> None:
     errors: list[str] = []
 
     def callback() -> None:
@@ -426,11 +436,9 @@ def test_callbacks_and_finalisers_in_the_middle_of_a_call_may_not_wait(serve: An
     served(ring, lambda: is_whole(ring))
 
 
-def test_what_is_posted_while_another_thread_is_inside_is_carried_out_by_it(serve: Any, connect: Any) -> None:
-    ring = serve("callers")
-    client = connect(ring)
-    submission = client.submit_nowait("x")
-    claim = ring.claim(10)
+def test_what_is_posted_while_another_thread_is_inside_is_carried_out_by_it(
+    ring: Ring, submission: Submission, claim: Claim
+) -> None:
     inside, go_on = threading.Event(), threading.Event()
     holding = Thread(ring._thread._do, lambda: (inside.set(), go_on.wait(20)))  # which gives the loop no turn
     assert inside.wait(20)
@@ -442,11 +450,9 @@ def test_what_is_posted_while_another_thread_is_inside_is_carried_out_by_it(serv
     served(ring, lambda: submission.ended)
 
 
-def test_what_is_posted_is_carried_out_while_another_thread_waits(serve: Any, connect: Any) -> None:
-    ring = serve("callers")
-    client = connect(ring)
-    submission = client.submit_nowait("x")
-    claim = ring.claim(10)
+def test_what_is_posted_is_carried_out_while_another_thread_waits(
+    ring: Ring, client: Client, submission: Submission, claim: Claim
+) -> None:
     waiting = Thread(ring.claim)
     until(lambda: ring._thread._is_asleep)
     claim.done()
@@ -459,9 +465,7 @@ def test_what_is_posted_is_carried_out_while_another_thread_waits(serve: Any, co
 # -- interruptions -----------------------------------------------------------------------------------------------------
 
 
-def test_who_is_interrupted_asleep_gives_up_its_call_and_the_ring_goes_on(serve: Any, join: Any, connect: Any) -> None:
-    ring = serve("callers")
-    worker, client = join(ring), connect(ring)
+def test_who_is_interrupted_asleep_gives_up_its_call_and_the_ring_goes_on(ring: Ring, worker: Worker, client: Client) -> None:
     for wait in (ring.claim, lambda: ring.take(client.client_id, 1), lambda: ring.gather("x")):
         with interrupted(lambda: ring._thread._is_asleep):
             wait()
@@ -475,29 +479,31 @@ def test_who_is_interrupted_asleep_gives_up_its_call_and_the_ring_goes_on(serve:
     answers.ended()
 
 
-def test_a_signal_handler_may_close_the_ring_that_its_thread_waits_for(serve: Any) -> None:
-    ring = serve("callers")
+@contextlib.contextmanager
+def signalled_asleep(ring: Ring, handler: Callable[..., object]) -> Iterator[None]:
+    """In this block, the handler of a signal runs when this thread sleeps in a call."""
+    before = signal.signal(signal.SIGUSR1, handler)
+    main = threading.get_ident()
+    try:
+        sending = Thread(lambda: (until(lambda: ring._thread._is_asleep), signal.pthread_kill(main, signal.SIGUSR1)))
+        yield
+        sending.ended()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
+
+def test_a_signal_handler_may_close_the_ring_that_its_thread_waits_for(ring: Ring) -> None:
     def close(*_: object) -> None:
         ring.close()
         with pytest.raises(shmring.ClosedError):
             ring.claim()
 
-    before = signal.signal(signal.SIGUSR1, close)
-    try:
-        main = threading.get_ident()
-        sending = Thread(lambda: (until(lambda: ring._thread._is_asleep), signal.pthread_kill(main, signal.SIGUSR1)))
-        with pytest.raises(shmring.ClosedError):
-            ring.claim()
-        sending.ended()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with signalled_asleep(ring, close), pytest.raises(shmring.ClosedError):
+        ring.claim()
     assert ring._thread._is_over
 
 
-def test_a_signal_handler_may_not_wait_where_its_thread_waits(serve: Any, join: Any) -> None:
-    ring = serve("callers")
-    worker = join(ring)
+def test_a_signal_handler_may_not_wait_where_its_thread_waits(ring: Ring, worker: Worker) -> None:
     errors: list[str] = []
 
     def wait(*_: object) -> None:
@@ -506,26 +512,16 @@ def test_a_signal_handler_may_not_wait_where_its_thread_waits(serve: Any, join: 
         errors.append(str(caught.value))
         ring.broadcast("what never waits is fine")
 
-    before = signal.signal(signal.SIGUSR1, wait)
-    try:
-        main = threading.get_ident()
-        sending = Thread(lambda: (until(lambda: ring._thread._is_asleep), signal.pthread_kill(main, signal.SIGUSR1)))
-        with pytest.raises(TimeoutError):
-            ring.claim(1)
-        sending.ended()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with signalled_asleep(ring, wait), pytest.raises(TimeoutError):
+        ring.claim(1)
     assert len(errors) == 1
     worker.receive(10).leave()
     assert worker.receive(10).payload == "what never waits is fine"
 
 
-def test_a_ring_that_was_interrupted_in_the_middle_of_its_work_says_so_and_can_be_closed(serve: Any, connect: Any) -> None:
-    ring = serve("callers")
-    client = connect(ring)
-    submission = client.submit_nowait("x")
-    claim = ring.claim(10)
-
+def test_a_ring_that_was_interrupted_in_the_middle_of_its_work_says_so_and_can_be_closed(
+    ring: Ring, submission: Submission, claim: Claim
+) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -545,9 +541,7 @@ def test_a_ring_that_was_interrupted_in_the_middle_of_its_work_says_so_and_can_b
 
 
 @BOTH_KINDS
-def test_closing_ends_every_wait_and_twice_is_once(serve: Any, join: Any, served_by: str) -> None:
-    ring = serve(served_by)
-    worker = join(ring)
+def test_closing_ends_every_wait_and_twice_is_once(ring: Ring, worker: Worker) -> None:
     waiting = [Thread(wait) for wait in (ring.claim, ring.claim, lambda: ring.gather("x"), lambda: ring.wait_workers(5))]
     runner = ring._thread
     until(lambda: len(runner._running) == 4 and runner._leader)
@@ -565,8 +559,7 @@ def test_closing_ends_every_wait_and_twice_is_once(serve: Any, join: Any, served
 
 
 @BOTH_KINDS
-def test_what_can_not_be_opened_says_why_and_leaves_nothing(serve: Any, served_by: str) -> None:
-    ring = serve(served_by)
+def test_what_can_not_be_opened_says_why_and_leaves_nothing(ring: Ring, serve: Any, served_by: str) -> None:
     with pytest.raises(shmring.LocalProtocolError, match="is running already"):
         serve(served_by)
     assert ring.statistics().clients == 0
@@ -602,12 +595,8 @@ view = message.payload
 
 @pytest.mark.usefixtures("no_new_segments")
 @BOTH_KINDS
-def test_a_forked_child_can_not_use_it_and_does_its_parent_no_harm(
-    serve: Any, join: Any, served_by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nobody_looks_up(monkeypatch)
-    ring = serve(served_by)
-    answers = answering(join(ring))
+@pytest.mark.usefixtures("nobody_looks_up")
+def test_a_forked_child_can_not_use_it_and_does_its_parent_no_harm(ring: Ring, answers: Thread) -> None:
     ring.gather("x", timeout=20)
 
     def as_child() -> None:

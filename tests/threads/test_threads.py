@@ -22,9 +22,10 @@ import uvloop
 import shmring
 from shmring import threads
 from shmring.memory import copier
+from shmring.threads import Claim, Client, Ring
 from shmring.threads.loop_calls import LoopCall
 from shmring.threads.loop_thread import LoopThread
-from tests.forked import in_child
+from tests.garbage import uncollected
 from tests.integration.test_forged import Forger
 from tests.nursery import Forked, Nursery
 from tests.waiting import until
@@ -32,7 +33,7 @@ from tests.waiting import until
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def is_whole(ring: threads.Ring) -> bool:
+def is_whole(ring: Ring) -> bool:
     """Whether nothing of the slab is in use, but for what connected clients lease."""
     now = ring.statistics()
     return (now.waiting, now.running, now.slots_in_use) == (0, 0, 0)
@@ -62,17 +63,27 @@ class Thread(threading.Thread):
             raise self.error
         return self.result
 
+    def stop(self) -> None:
+        """Sets an exception in it from outside."""
+        assert self.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(Stop))
+
+    def is_stopped(self) -> None:
+        """Checks that this exception has ended it."""
+        with pytest.raises(Stop):
+            self.ended()
+
 
 #: Of tests that hold up the loop's thread, or interrupt what would be in the middle of the loop.
 in_a_thread_of_its_own = pytest.mark.parametrize("serve", ["thread"], indirect=True)
 
 
 @pytest.fixture(params=["thread", "both"])
-def serve(socket_dir: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., threads.Ring]]:
+def serve(socket_dir: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Ring]]:
     """``serve(name="test", **options)``: a small ring, closed again."""
     with contextlib.ExitStack() as rings:
 
-        def start(name: str = "test", **options: Any) -> threads.Ring:
+        def start(name: str = "test", **options: Any) -> Ring:
             settings: dict[str, Any] = {"slab_nbytes": "1MiB", "inline_nbytes": "1KiB", "socket_dir": str(socket_dir)}
             settings["served_by"] = request.param
             return rings.enter_context(threads.serve(name, **(settings | options)))
@@ -81,11 +92,11 @@ def serve(socket_dir: Path, request: pytest.FixtureRequest) -> Iterator[Callable
 
 
 @pytest.fixture
-def connect(socket_dir: Path) -> Iterator[Callable[..., threads.Client]]:
+def connect(socket_dir: Path) -> Iterator[Callable[..., Client]]:
     """``connect(name="test", **options)``: a client with small leases, closed again."""
     with contextlib.ExitStack() as clients:
 
-        def start(name: str = "test", **options: Any) -> threads.Client:
+        def start(name: str = "test", **options: Any) -> Client:
             settings: dict[str, Any] = {"lease_nbytes": "64KiB", "inline_nbytes": "1KiB", "socket_dir": str(socket_dir)}
             return clients.enter_context(threads.connect(name, **(settings | options)))
 
@@ -93,19 +104,19 @@ def connect(socket_dir: Path) -> Iterator[Callable[..., threads.Client]]:
 
 
 @pytest.fixture
-def ring(serve: Any) -> threads.Ring:
-    opened: threads.Ring = serve()
+def ring(serve: Any) -> Ring:
+    opened: Ring = serve()
     return opened
 
 
 @pytest.fixture
-def client(ring: threads.Ring, connect: Any) -> threads.Client:
-    connected: threads.Client = connect()
+def client(ring: Ring, connect: Any) -> Client:
+    connected: Client = connect()
     return connected
 
 
 @pytest.fixture
-def answering(ring: threads.Ring) -> Thread:
+def answering(ring: Ring) -> Thread:
     """A thread that answers each request with its payload."""
 
     def answer() -> None:
@@ -141,7 +152,7 @@ def start(nursery: Nursery, prelude: str, tmp_path: Path) -> Iterator[Callable[[
 
 
 @pytest.mark.usefixtures("answering")
-def test_a_request_is_answered(client: threads.Client, ring: threads.Ring) -> None:
+def test_a_request_is_answered(client: Client, ring: Ring) -> None:
     assert torch.equal(client.request({"x": torch.arange(5000)}, timeout=5)["x"], torch.arange(5000))
     assert client.client_id == client.statistics().client_id == 1
     assert client.connected
@@ -150,7 +161,7 @@ def test_a_request_is_answered(client: threads.Client, ring: threads.Ring) -> No
     until(lambda: is_whole(ring))
 
 
-def test_a_stream_yields_replies_and_leaving_it_early_aborts(client: threads.Client, ring: threads.Ring) -> None:
+def test_a_stream_yields_replies_and_leaving_it_early_aborts(client: Client, ring: Ring) -> None:
     def answer() -> None:
         for _ in range(2):
             with ring.claim() as claim:
@@ -170,7 +181,7 @@ def test_a_stream_yields_replies_and_leaving_it_early_aborts(client: threads.Cli
     engine.ended()
 
 
-def test_a_stream_ends_though_the_error_that_left_it_is_kept(client: threads.Client, ring: threads.Ring) -> None:
+def test_a_stream_ends_though_the_error_that_left_it_is_kept(client: Client, ring: Ring) -> None:
     """The error's traceback keeps the stream: nobody's finaliser ends it."""
     stream = client.stream("endless")
     claims = Thread(lambda: (claim := ring.claim(10), claim.reply("first"))[0])
@@ -183,7 +194,7 @@ def test_a_stream_ends_though_the_error_that_left_it_is_kept(client: threads.Cli
     del caught
 
 
-def test_a_stream_keeps_no_reply_that_its_reader_has_dropped(client: threads.Client, ring: threads.Ring) -> None:
+def test_a_stream_keeps_no_reply_that_its_reader_has_dropped(client: Client, ring: Ring) -> None:
     stream = client.stream("two")
     claims = Thread(lambda: (claim := ring.claim(10), claim.reply(torch.ones(5000)))[0])
     assert next(stream).sum() == 5000
@@ -193,7 +204,7 @@ def test_a_stream_keeps_no_reply_that_its_reader_has_dropped(client: threads.Cli
 
 
 @pytest.mark.usefixtures("answering")
-def test_several_slots_are_acquired_at_once(client: threads.Client) -> None:
+def test_several_slots_are_acquired_at_once(client: Client) -> None:
     slots = client.slots([3000, 5000], timeout=5)
     assert [slot.nbytes for slot in slots] == [3000, 5000]
     for slot in slots:
@@ -217,7 +228,7 @@ def test_attributes_say_what_those_of_the_asyncio_client_say(serve: Any, connect
 
 
 @pytest.mark.usefixtures("answering")
-def test_what_was_written_into_a_slot_is_sent_from_there(client: threads.Client, ring: threads.Ring) -> None:
+def test_what_was_written_into_a_slot_is_sent_from_there(client: Client, ring: Ring) -> None:
     with client.slot(shmring.nbytes_for(((5000,), torch.int64), ((10,), torch.int64))) as slot:
         view = slot.tensor((5000,), torch.int64).copy_(torch.arange(5000))
         array = slot.array((10,), np.int64)
@@ -237,7 +248,7 @@ def test_what_was_written_into_a_slot_is_sent_from_there(client: threads.Client,
     until(lambda: is_whole(ring))
 
 
-def test_errors_are_those_of_the_asyncio_end(client: threads.Client, ring: threads.Ring) -> None:
+def test_errors_are_those_of_the_asyncio_end(client: Client, ring: Ring) -> None:
     with pytest.raises(shmring.WouldBlock):
         ring.claim_nowait()
     with client.slot(ring.statistics().leasable_nbytes // 2):
@@ -308,7 +319,7 @@ def test_what_is_not_there_when_the_ring_opens_is_an_error_and_leaves_no_thread(
     assert thread_names() == ["shmring ring 'test'"]
 
 
-def test_every_wait_ends_with_its_timeout_and_leaves_nothing(ring: threads.Ring, connect: Any) -> None:
+def test_every_wait_ends_with_its_timeout_and_leaves_nothing(ring: Ring, connect: Any) -> None:
     client = connect(lease_nbytes="1MiB")
     held = client.slot(800_000)
     waits: list[tuple[str, Callable[[], Any]]] = [
@@ -339,7 +350,7 @@ def test_every_wait_ends_with_its_timeout_and_leaves_nothing(ring: threads.Ring,
 # -- taking one request -------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_taken_whether_it_came_before_or_comes_later(ring: threads.Ring, client: threads.Client) -> None:
+def test_a_request_is_taken_whether_it_came_before_or_comes_later(ring: Ring, client: Client) -> None:
     first, second = client.submit("first"), client.submit("second")
     until(lambda: ring.untaken == 2)
     taken = ring.take(client.client_id, second.request_id, 5)
@@ -356,7 +367,7 @@ def test_a_request_is_taken_whether_it_came_before_or_comes_later(ring: threads.
 
 
 @in_a_thread_of_its_own
-def test_what_has_arrived_is_taken_without_the_loop(ring: threads.Ring, client: threads.Client) -> None:
+def test_what_has_arrived_is_taken_without_the_loop(ring: Ring, client: Client) -> None:
     submission = client.submit(torch.ones(5000))
     until(lambda: ring.untaken == 1)
     go_on = threading.Event()
@@ -368,7 +379,7 @@ def test_what_has_arrived_is_taken_without_the_loop(ring: threads.Ring, client: 
     until(lambda: is_whole(ring))
 
 
-def test_whoever_waits_for_a_request_gets_it_before_those_who_wait_for_any(ring: threads.Ring, client: threads.Client) -> None:
+def test_whoever_waits_for_a_request_gets_it_before_those_who_wait_for_any(ring: Ring, client: Client) -> None:
     anybody = [Thread(ring.claim, 10) for _ in range(3)]
     taker = Thread(ring.take, client.client_id, 1, 10)
     until(lambda: ring._arrivals._takers and len(ring._arrivals._claimers) == 3)
@@ -409,7 +420,7 @@ def test_what_can_not_be_taken_says_why_at_once(serve: Any, connect: Any) -> Non
 
 
 @in_a_thread_of_its_own
-def test_a_request_that_is_aborted_before_the_ring_has_read_it_is_no_riddle(ring: threads.Ring, client: threads.Client) -> None:
+def test_a_request_that_is_aborted_before_the_ring_has_read_it_is_no_riddle(ring: Ring, client: Client) -> None:
     """Both messages come in one turn of the ring's loop."""
     go_on = threading.Event()
     ring._thread.post(go_on.wait)
@@ -467,7 +478,7 @@ def test_what_nobody_takes_fails_after_a_while(serve: Any, connect: Any) -> None
 
 
 def test_many_requests_that_ended_untaken_are_remembered_up_to_a_limit(
-    ring: threads.Ring, client: threads.Client, monkeypatch: pytest.MonkeyPatch
+    ring: Ring, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmring.threads.ring._REMEMBERED", 3)
     for _ in range(5):
@@ -486,7 +497,7 @@ with threads.connect("test", **options) as client:
 """
 
 
-def test_a_killed_frontends_requests_are_not_waited_for(ring: threads.Ring, start: Any) -> None:
+def test_a_killed_frontends_requests_are_not_waited_for(ring: Ring, start: Any) -> None:
     frontend = start(FRONTEND)
     client_id, request_id = map(int, frontend.says())
     until(lambda: ring.untaken == 1)
@@ -500,7 +511,7 @@ def test_a_killed_frontends_requests_are_not_waited_for(ring: threads.Ring, star
     until(lambda: ring.statistics().free_nbytes == ring.statistics().leasable_nbytes)
 
 
-def test_a_killed_frontends_claim_keeps_its_memory_until_it_is_done(ring: threads.Ring, start: Any) -> None:
+def test_a_killed_frontends_claim_keeps_its_memory_until_it_is_done(ring: Ring, start: Any) -> None:
     frontend = start(FRONTEND)
     client_id, request_id = map(int, frontend.says())
     claim = ring.take(client_id, request_id, 5)
@@ -516,9 +527,7 @@ def test_a_killed_frontends_claim_keeps_its_memory_until_it_is_done(ring: thread
     until(lambda: ring.statistics().free_nbytes == ring.statistics().leasable_nbytes)
 
 
-def test_what_is_aborted_is_not_handed_out_either_before_its_callback_has_run(
-    ring: threads.Ring, client: threads.Client
-) -> None:
+def test_what_is_aborted_is_not_handed_out_either_before_its_callback_has_run(ring: Ring, client: Client) -> None:
     submissions = [client.submit(number) for number in range(3)]
     until(lambda: ring.untaken == 3)
     claims = dict(ring._arrivals.claims)
@@ -538,7 +547,7 @@ def test_what_is_aborted_is_not_handed_out_either_before_its_callback_has_run(
 # -- many threads -------------------------------------------------------------------------------------------------------
 
 
-def test_many_threads_share_both_ends(ring: threads.Ring, connect: Any) -> None:
+def test_many_threads_share_both_ends(ring: Ring, connect: Any) -> None:
     clients = [connect(), connect()]
 
     def answer() -> None:
@@ -549,7 +558,7 @@ def test_many_threads_share_both_ends(ring: threads.Ring, connect: Any) -> None:
                 del x
             del claim
 
-    def ask(client: threads.Client, number: int) -> None:
+    def ask(client: Client, number: int) -> None:
         for turn in range(60):
             nbytes = 100 if turn % 3 else 3000
             x = torch.full((nbytes,), number, dtype=torch.int64)
@@ -580,9 +589,7 @@ def test_many_threads_share_both_ends(ring: threads.Ring, connect: Any) -> None:
         engine.ended()
 
 
-def test_a_long_copy_holds_up_nobody_else(
-    ring: threads.Ring, connect: Any, answering: Thread, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_copy_holds_up_nobody_else(ring: Ring, connect: Any, answering: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither that of submit_nowait, which the asyncio end makes in its loop."""
     del ring, answering
     client = connect(copy_offload_nbytes="16KiB")
@@ -620,14 +627,13 @@ class Garbage:
 
 
 @pytest.mark.parametrize("where", ["loop", "caller", "other"])
-def test_finalisers_may_end_what_they_hold_in_any_thread(where: str, ring: threads.Ring, client: threads.Client) -> None:
+def test_finalisers_may_end_what_they_hold_in_any_thread(where: str, ring: Ring, client: Client) -> None:
     """Garbage is collected in the loop's thread, within a call that this thread waits for, or in a thread of its own."""
     submission = client.submit(torch.ones(5000))
     aborted = client.submit("aborted")
     slot = client.slot(5000)
     ring.take(client.client_id, aborted.request_id, 5)
-    gc.disable()
-    try:
+    with uncollected():
         for finalise in (ring.take(client.client_id, submission.request_id, 5).done, aborted.abort, slot.close):
             Garbage(finalise)
         if where == "loop":
@@ -636,8 +642,6 @@ def test_finalisers_may_end_what_they_hold_in_any_thread(where: str, ring: threa
             client._thread.call(gc.collect)
         else:
             Thread(gc.collect).ended()
-    finally:
-        gc.enable()
     del finalise, slot
     with pytest.raises(shmring.RemoteError, match="without a reply"):
         submission.result(timeout=5)
@@ -647,7 +651,7 @@ def test_finalisers_may_end_what_they_hold_in_any_thread(where: str, ring: threa
 
 
 @in_a_thread_of_its_own
-def test_ending_a_claim_does_not_wait_for_the_loop(ring: threads.Ring, client: threads.Client) -> None:
+def test_ending_a_claim_does_not_wait_for_the_loop(ring: Ring, client: Client) -> None:
     submission = client.submit(torch.ones(5000))
     claim = ring.claim(5)
     go_on = threading.Event()
@@ -660,7 +664,7 @@ def test_ending_a_claim_does_not_wait_for_the_loop(ring: threads.Ring, client: t
 
 
 @in_a_thread_of_its_own
-def test_callbacks_run_in_the_loops_thread_where_waiting_is_an_error(ring: threads.Ring, client: threads.Client) -> None:
+def test_callbacks_run_in_the_loops_thread_where_waiting_is_an_error(ring: Ring, client: Client) -> None:
     submission = client.submit("x")
     claim = ring.claim(5)
     errors: list[shmring.LocalProtocolError] = []
@@ -710,8 +714,8 @@ def interrupted(when: Callable[[], Any]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupted_request_is_aborted(ring: threads.Ring, client: threads.Client) -> None:
-    claims: list[threads.Claim] = []
+def test_an_interrupted_request_is_aborted(ring: Ring, client: Client) -> None:
+    claims: list[Claim] = []
 
     def is_claimed() -> bool:
         claims.append(ring.claim(10))
@@ -729,8 +733,8 @@ def test_an_interrupted_request_is_aborted(ring: threads.Ring, client: threads.C
     assert is_whole(ring)
 
 
-def test_an_interrupted_stream_is_aborted(ring: threads.Ring, client: threads.Client) -> None:
-    claims: list[threads.Claim] = []
+def test_an_interrupted_stream_is_aborted(ring: Ring, client: Client) -> None:
+    claims: list[Claim] = []
     replies: list[str] = []
 
     def is_waited_for_again() -> bool:
@@ -756,7 +760,7 @@ def test_an_interrupted_connect_leaves_no_thread(connect: Any, socket_dir: Path)
         until(lambda: not thread_names())
 
 
-def test_an_interrupted_wait_for_space_passes_its_turn_on(ring: threads.Ring, connect: Any) -> None:
+def test_an_interrupted_wait_for_space_passes_its_turn_on(ring: Ring, connect: Any) -> None:
     client = connect(lease_nbytes="1MiB")
     held = client.slot(800_000)
     with interrupted(lambda: client.statistics().waiting):
@@ -771,7 +775,7 @@ def test_an_interrupted_wait_for_space_passes_its_turn_on(ring: threads.Ring, co
 
 
 @in_a_thread_of_its_own
-def test_an_interrupted_thread_leaves_the_request_to_others(ring: threads.Ring, client: threads.Client) -> None:
+def test_an_interrupted_thread_leaves_the_request_to_others(ring: Ring, client: Client) -> None:
     with interrupted(lambda: ring._arrivals._claimers):
         ring.claim()
     with interrupted(lambda: ring._arrivals._takers):
@@ -788,35 +792,29 @@ class Stop(BaseException):
 
 
 @in_a_thread_of_its_own
-def test_an_exception_that_is_set_from_outside_ends_a_wait_for_what_never_comes(ring: threads.Ring) -> None:
+def test_an_exception_that_is_set_from_outside_ends_a_wait_for_what_never_comes(ring: Ring) -> None:
     waiting = Thread(ring.claim)
     until(lambda: ring._arrivals._claimers)
-    assert waiting.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting.ident), ctypes.py_object(Stop))
-    with pytest.raises(Stop):
-        waiting.ended()
+    waiting.stop()
+    waiting.is_stopped()
     until(lambda: not ring._arrivals._claimers)
 
 
 @in_a_thread_of_its_own
 @pytest.mark.parametrize("how", ["claim", "take"])
-def test_an_exception_that_is_set_from_outside_gives_back_what_was_handed_over(
-    how: str, ring: threads.Ring, client: threads.Client
-) -> None:
+def test_an_exception_that_is_set_from_outside_gives_back_what_was_handed_over(how: str, ring: Ring, client: Client) -> None:
     """Python raises it when the wait is over, and by then the claim may be there."""
     waiting = Thread(ring.claim) if how == "claim" else Thread(ring.take, client.client_id, 1)
     until(lambda: ring._arrivals._takers or ring._arrivals._claimers)
-    assert waiting.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting.ident), ctypes.py_object(Stop))
+    waiting.stop()
     submissions = [client.submit("first"), client.submit("second")]
-    with pytest.raises(Stop):
-        waiting.ended()
+    waiting.is_stopped()
     until(lambda: ring.untaken == 2 and not ring._thread._running)
     assert [claim.payload for claim in (ring.claim_nowait(), ring.claim_nowait())] == ["first", "second"]
     del submissions
 
 
-def test_an_exception_that_is_set_from_outside_gives_back_what_a_client_was_given(ring: threads.Ring, connect: Any) -> None:
+def test_an_exception_that_is_set_from_outside_gives_back_what_a_client_was_given(ring: Ring, connect: Any) -> None:
     client = connect(lease_nbytes="1MiB")
     payload = torch.ones(800_000, dtype=torch.uint8)
     calls: list[Callable[[], Any]] = [
@@ -829,19 +827,15 @@ def test_an_exception_that_is_set_from_outside_gives_back_what_a_client_was_give
         held = client.slot(800_000, timeout=10)
         waiting = Thread(call)
         until(lambda: client.statistics().waiting == 1)
-        assert waiting.ident is not None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting.ident), ctypes.py_object(Stop))
+        waiting.stop()
         held.close()
-        with pytest.raises(Stop):
-            waiting.ended()
+        waiting.is_stopped()
         until(lambda: client.statistics().in_flight == client.statistics().slots_writing == 0)
         until(lambda: ring.untaken == 0 and client.statistics().slots_submitted == 0)
     assert is_whole(ring)
 
 
-def test_an_exception_that_is_set_from_outside_ends_a_stream_whose_reply_came(
-    ring: threads.Ring, client: threads.Client
-) -> None:
+def test_an_exception_that_is_set_from_outside_ends_a_stream_whose_reply_came(ring: Ring, client: Client) -> None:
     tracebacks: list[Any] = []
 
     def first_of_a_stream() -> None:
@@ -853,17 +847,15 @@ def test_an_exception_that_is_set_from_outside_ends_a_stream_whose_reply_came(
 
     waiting = Thread(first_of_a_stream)
     claim = ring.claim(10)
-    assert waiting.ident is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting.ident), ctypes.py_object(Stop))
+    waiting.stop()
     claim.reply(torch.ones(5000))
-    with pytest.raises(Stop):
-        waiting.ended()
+    waiting.is_stopped()
     until(lambda: claim.aborted)
     claim.release()
     until(lambda: is_whole(ring) and client.statistics().reply_slots_held == 0)
 
 
-def test_what_goes_back_is_the_first_again_unless_it_was_aborted(ring: threads.Ring, client: threads.Client) -> None:
+def test_what_goes_back_is_the_first_again_unless_it_was_aborted(ring: Ring, client: Client) -> None:
     submissions = [client.submit(number) for number in range(3)]
     aborted, first = ring.claim(5), ring.claim(5)
     until(lambda: ring.untaken == 1)
@@ -881,7 +873,7 @@ def test_what_goes_back_is_the_first_again_unless_it_was_aborted(ring: threads.R
 # -- the end ------------------------------------------------------------------------------------------------------------
 
 
-def test_closing_wakes_all_waiting_callers(ring: threads.Ring, connect: Any) -> None:
+def test_closing_wakes_all_waiting_callers(ring: Ring, connect: Any) -> None:
     client = connect(lease_nbytes="1MiB")
     held = client.slot(800_000)
     submission = client.submit("unanswered")
@@ -923,12 +915,12 @@ def test_closing_wakes_all_waiting_callers(ring: threads.Ring, connect: Any) -> 
     client.close()
 
 
-def test_calls_that_race_with_closing_end(ring: threads.Ring, connect: Any) -> None:
+def test_calls_that_race_with_closing_end(ring: Ring, connect: Any) -> None:
     for _ in range(10):
         client = connect()
         begun = threading.Barrier(5)
 
-        def call(client: threads.Client = client, begun: threading.Barrier = begun) -> None:
+        def call(client: Client = client, begun: threading.Barrier = begun) -> None:
             begun.wait(10)
             with contextlib.suppress(shmring.ClosedError):
                 while True:
@@ -995,47 +987,6 @@ with threads.serve("test", slab_nbytes="1MiB", **options) as ring:
     client.wait_connected(30)
     assert client.request("answer", timeout=10) == "answered"
     assert client.statistics().reconnections == 1
-
-
-def test_a_forked_child_can_use_neither_end(ring: threads.Ring, client: threads.Client) -> None:
-    slot = client.slot(5000)
-    submission = client.submit(torch.ones(5000))
-    claim = ring.claim(5)
-    client.submit("untaken")
-    until(lambda: ring.untaken == 1)
-
-    def as_child() -> None:
-        attempts: list[Callable[[], Any]] = [
-            ring.claim,
-            ring.claim_nowait,
-            lambda: ring.take(client.client_id, submission.request_id + 1),
-            ring.statistics,
-            lambda: next(ring),
-            lambda: claim.payload,
-            lambda: claim.reply(1),
-            lambda: claim.done(1),
-            lambda: client.request(1),
-            lambda: client.submit_nowait(1),
-            lambda: client.slot(1),
-            lambda: slot.tensor((1,), torch.uint8),
-            submission.next,
-        ]
-        for attempt in attempts:
-            with pytest.raises(shmring.ClosedError, match="forked"):
-                attempt()
-        claim.done()
-        submission.abort()
-        slot.close()
-        client.close()
-        ring.close()
-
-    in_child(as_child)
-    assert not claim.released
-    claim.done(7)
-    assert submission.result(timeout=5) == 7
-    assert ring.claim(5).payload == "untaken"
-    slot.tensor((1,), torch.uint8)
-    slot.close()
 
 
 @pytest.mark.usefixtures("no_new_segments")

@@ -14,6 +14,7 @@ import torch
 
 import shmring
 from shmring import threads
+from shmring.threads import Client
 from tests.waiting import until
 
 NAMES = ["vision-0", "vision-1"]
@@ -57,13 +58,13 @@ def engines(socket_dir: Path) -> Iterator[dict[str, Engine]]:
 
 
 @pytest.fixture
-def client(engines: dict[str, Engine], socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threads.Client]:
+def client(engines: dict[str, Engine], socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     monkeypatch.setattr("shmring.client.pauses.LONGEST_S", 0.01)
     with threads.connect(NAMES, socket_dir=str(socket_dir), lease_nbytes="64KiB") as client:
         yield client
 
 
-def test_requests_go_where_they_are_routed(client: threads.Client) -> None:
+def test_requests_go_where_they_are_routed(client: Client) -> None:
     owner = client.request({}, key="session-7", timeout=10)[0]
     assert {client.request({}, key="session-7")[0] for _ in range(5)} == {owner}
     for name in NAMES:
@@ -96,7 +97,7 @@ def test_requests_go_where_they_are_routed(client: threads.Client) -> None:
 
 
 def test_a_wait_for_an_engine_that_is_named_and_gone_says_that_it_is_not_attached(
-    client: threads.Client, engines: dict[str, Engine]
+    client: Client, engines: dict[str, Engine]
 ) -> None:
     told = pytest.raises(TimeoutError, match=r"at 'vision-0': space: .* callers hold 1 slots")
     with client.slot(500_000, engine="vision-0"), told:
@@ -118,9 +119,7 @@ def test_a_wait_for_an_engine_that_is_named_and_gone_says_that_it_is_not_attache
         client.wait_connected(0.02, engine="c")
 
 
-def test_an_engine_that_dies_takes_its_own_requests(
-    client: threads.Client, engines: dict[str, Engine], socket_dir: Path
-) -> None:
+def test_an_engine_that_dies_takes_its_own_requests(client: Client, engines: dict[str, Engine], socket_dir: Path) -> None:
     for engine in engines.values():
         engine.go_on.clear()
     owner = client.submit({}, key="a")
