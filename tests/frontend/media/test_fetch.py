@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shmring.frontend.media import fetch
@@ -30,11 +30,6 @@ KINDS: tuple[MediaKind, ...] = ("image", "audio", "video")
 
 def in_base64(data: bytes, header: str = "image/png;base64") -> str:
     return f"data:{header},{base64.b64encode(data).decode('ascii')}"
-
-
-@given(st.binary(max_size=3000))
-def test_base64_comes_out_as_it_went_in(data: bytes) -> None:
-    assert decode_data_url(in_base64(data), LIMIT) == data
 
 
 @given(st.binary(max_size=3000))
@@ -65,6 +60,8 @@ def test_base64_may_have_lines() -> None:
 
 
 @given(st.binary(max_size=3000))
+@example(b"\xfb\xef\xbe")  # of nothing but "-"
+@example(b"\xff\xff\xff")  # of nothing but "_"
 def test_base64_may_be_that_of_urls_and_without_padding(data: bytes) -> None:
     for text in (base64.urlsafe_b64encode(data).decode(), base64.b64encode(data).decode()):
         for spelled in (text, text.rstrip("=")):
@@ -82,59 +79,43 @@ def test_base64_may_be_percent_encoded() -> None:
 @for_each(
     "header",
     [
-        "image/png;base64",
-        "IMAGE/JPEG;BASE64",
-        ";base64",
-        "image/svg+xml;charset=utf-8;base64",
+        *("image/png;base64", "IMAGE/JPEG;BASE64", ";base64", "image/svg+xml;charset=utf-8;base64"),
         "application/octet-stream;base64",
     ],
 )
 def test_headers_that_are_accepted(header: str) -> None:
-    assert decode_data_url(in_base64(b"some bytes", header), LIMIT) == b"some bytes"
+    url = in_base64(b"some bytes", header)
+    assert decode_data_url(url, LIMIT) == decode_data_url(f"DATA{url[4:]}", LIMIT) == b"some bytes"
 
 
-def test_the_scheme_s_case_does_not_matter() -> None:
-    assert decode_data_url(f"DATA:{in_base64(b'x')[5:]}", LIMIT) == b"x"
-
-
-@pytest.mark.parametrize(
-    "url", ["http://127.0.0.1/a.png", "https://example.org/a.png", "file:///etc/passwd", "", "data", "a.png"]
-)
-def test_other_urls_are_refused(url: str) -> None:
-    with pytest.raises(MediaError, match="only data: URLs are accepted"):
-        decode_data_url(url, LIMIT)
-
-
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("data:image/png;base64", "no comma"),
-        ("data:image/png;base64" + " " * 2000 + ",QUJD", "no comma"),
-        ("data:text/html;base64,QUJD", "text/html"),
-        ("data:text/image/png;base64,QUJD", "text/image/png"),
-        ("data:image/;base64,QUJD", "where image/... is expected"),
-        ("data:video/mp4;base64,QUJD", "video/mp4"),
-        ("data:image/png;base64,QUJDR", "base64"),
-        ("data:image/png;base64,QU JD", "base64"),
-        ("data:image/png;base64,QUI=QUJD", "base64"),
-        ("data:image/png;base64,=QUJ", "base64"),
-        ("data:image/png;base64,QUJ\u00e9", "base64"),
-        ("data:image/png;base64,QUJ*", "base64"),
-        ("data:image/png;base64,QUJ%4", "%"),
-        ("data:image/png,%zz", "%"),
-        ("data:image/png,abc%", "%"),
-        ("data:image/png,caf\u00e9", "ASCII"),
+BASE64 = "data:image/png;base64,"
+DAMAGED_URLS = {
+    "only data: URLs are accepted": [
+        *("http://127.0.0.1/a.png", "https://example.org/a.png", "file:///etc/passwd", "", "data", "a.png"),
     ],
-)
+    "no comma": ["data:image/png;base64", "data:image/png;base64" + " " * 2000 + ",QUJD"],
+    "text/html": ["data:text/html;base64,QUJD"],
+    "text/image/png": ["data:text/image/png;base64,QUJD"],
+    "where image/... is expected": ["data:image/;base64,QUJD"],
+    "video/mp4": ["data:video/mp4;base64,QUJD"],
+    "not valid base64": [f"{BASE64}{text}" for text in ("QUJDR", "QU JD", "QUI=QUJD", "=QUJ", "QUJ\u00e9", "QUJ*")],
+    "'%' without": [f"{BASE64}QUJ%4", "data:image/png,%zz", "data:image/png,abc%"],
+    "ASCII": ["data:image/png,caf\u00e9"],
+    "more than the 100": [f"{BASE64}{'!' * 1000}", f"data:image/png,{'!' * 1000}"],  # also if its characters are wrong
+}
+
+
+@pytest.mark.parametrize(("url", "reason"), [(url, reason) for reason, urls in DAMAGED_URLS.items() for url in urls])
 def test_damaged_urls_are_refused(url: str, reason: str) -> None:
     with pytest.raises(MediaError, match=reason):
-        decode_data_url(url, LIMIT)
+        decode_data_url(url, 100)
 
 
-@pytest.mark.parametrize("header", ["data:image/png;base64,", "data:image/png,"])
-def test_too_large_is_refused_before_decoding(header: str) -> None:
-    with pytest.raises(MediaError, match="more than the 100"):
-        decode_data_url(header + "!" * 1000, 100)  # decoding it would complain about the characters
+@pytest.mark.parametrize("text", ["QUJDR", "QU JD", "QUJD%3D", "QUJ\u00e9", "data:audio/wav;base64,QUJD", "!" * 1000])
+def test_damaged_base64_by_itself_is_refused(text: str) -> None:
+    reasons = {"d": "only the base64 after its comma", "!": "more than the 100"}
+    with pytest.raises(MediaError, match=reasons.get(text[0], "the data is not valid base64")):
+        decode_base64(text, 100)
 
 
 def test_the_limit_itself_is_accepted() -> None:
@@ -157,30 +138,6 @@ def test_types_fit_the_kind(kind: MediaKind) -> None:
     for media_type in set(TYPES) - set(map(str.lower, ACCEPTED[kind])):
         with pytest.raises(MediaError, match=f"of type '{media_type}', where {kind}/... is expected"):
             decode_data_url(in_base64(b"x", f"{media_type};base64"), LIMIT, kind)
-
-
-# -- base64 by itself ---------------------------------------------------------------------------------------------------
-
-
-@given(st.binary(max_size=3000))
-def test_base64_by_itself(data: bytes) -> None:
-    assert decode_base64(base64.b64encode(data).decode(), LIMIT) == data
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("QUJDR", "the data is not valid base64"),
-        ("QU JD", "the data is not valid base64"),
-        ("QUJD%3D", "the data is not valid base64"),
-        ("QUJ\u00e9", "the data is not valid base64"),
-        ("data:audio/wav;base64,QUJD", "only the base64 after its comma"),
-        ("!" * 1000, "more than the 100"),
-    ],
-)
-def test_damaged_base64_by_itself_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(MediaError, match=reason):
-        decode_base64(text, 100)
 
 
 # -- settings -----------------------------------------------------------------------------------------------------------
@@ -243,24 +200,17 @@ async def test_data_urls_are_decoded_on_the_pool(open_fetcher: Any, kind: MediaK
 
 
 @pytest.mark.parametrize(
-    ("url", "problem"),
+    ("url", "scheme"),
     [
-        ("http://127.0.0.1/a.png", "http: URLs are not accepted"),
-        ("HTTPS://example.org/a.png", "https: URLs are not accepted"),
-        ("file:///etc/passwd", "file: URLs are not accepted"),
-        ("ftp://example.org/a.png", "ftp: URLs are not accepted"),
-        ("s3://bucket/a.png", "s3: URLs are not accepted"),
-        ("blob:https://example.org/1", "blob: URLs are not accepted"),
-        ("a.png", "this is not a URL"),
-        ("/etc/passwd", "this is not a URL"),
-        ("", "this is not a URL"),
-        (" data:,x", "this is not a URL"),
-        ("x" * 100_000 + ":", "this is not a URL"),
+        *(("http://127.0.0.1/a.png", "http"), ("HTTPS://example.org/a.png", "https"), ("file:///etc/passwd", "file")),
+        *(("ftp://example.org/a.png", "ftp"), ("s3://bucket/a.png", "s3"), ("blob:https://example.org/1", "blob")),
+        *((url, "") for url in ("a.png", "/etc/passwd", "", " data:,x", "x" * 100_000 + ":")),
     ],
 )
-async def test_by_default_nothing_else_is_accepted(open_fetcher: Any, url: str, problem: str) -> None:
+async def test_by_default_nothing_else_is_accepted(open_fetcher: Any, url: str, scheme: str) -> None:
     with pytest.raises(MediaError) as caught:
         await open_fetcher().fetch(url, "image", LIMIT)
+    problem = f"{scheme}: URLs are not accepted" if scheme else "this is not a URL"
     assert str(caught.value) == f"{problem}; this server takes media from data: URLs only"
 
 
@@ -304,35 +254,12 @@ async def test_hosts_that_are_allowed_are_fetched_from(open_fetcher: Any) -> Non
 @pytest.mark.parametrize(
     "url",
     [
-        "http://localhost/",
-        "http://localhost./",
-        "http://127.0.0.1/",
-        "http://[::1]/",
-        "http://0/",
-        "http://2130706433/",
-        "http://0x7f.1/",
-        "http://017700000001/",
-        "http://[::ffff:127.0.0.1]/",
-        "http://169.254.169.254/latest/meta-data/",
-        "http://metadata.google.internal/",
-        "http://example.org@127.0.0.1/",
-        "http://127.0.0.1\\@example.org/",
-        "http://127.0.0.1#@example.org/",
-        "http://127.0.0.1?@example.org/",
-        "http://example.org:22/",
-        "http://example.org.evil.test/",
-        "http://evil.test/example.org",
-        "http://example\u3002org/",
-        "http://\uff45xample.org/",
-        "http://\u24db\u24deca\u24db\u24d7ost/",
-        "http:///etc/passwd",
-        "http://",
-        "http:",
-        "https://example.org/\x00",
-        "https://example.org/" + "a" * 10_000,
+        *("http://localhost/", "http://[::1]/", "http://0x7f.1/", "http://127.0.0.1\\@example.org/", "http://example.org:22/"),
+        *("http:", "https://example.org/\x00"),
     ],
 )
 async def test_hostile_urls_reach_nobody(open_fetcher: Any, url: str) -> None:
+    """Which ones are, the tests of URLs say."""
     resolved_hosts: list[str] = []
 
     async def resolve(host: str, port: int) -> Sequence[str]:
@@ -406,69 +333,43 @@ async def test_links_that_stay_inside_are_followed(read_file: Any, directory: Pa
 @pytest.mark.parametrize(
     "path",
     [
-        "/etc/passwd",
-        "/etc/there-is-no-such-file",
-        "/proc/self/environ",
-        "{outside}/secret.png",
-        "{outside}/media-secret/a.png",
-        "{outside}/media",
-        "{outside}/media/",
-        "/{outside}/media/a.png",
-        "{inside}/missing.png",
-        "{inside}/a.png/b",
-        "{inside}/link.png",
-        "{inside}/up/secret.png",
-        "{inside}/root/etc/passwd",
-        "{inside}/dangling",
-        "{inside}/loop",
-        "{inside}/environ",
-        "{inside}/" + "a" * 300,
+        *("/etc/passwd", "/etc/there-is-no-such-file", "/proc/self/environ", "{outside}/secret.png"),
+        *("{outside}/media-secret/a.png", "{outside}/media", "{outside}/media/", "/{outside}/media/a.png"),
+        *("{inside}/missing.png", "{inside}/a.png/b", "{inside}/link.png", "{inside}/up/secret.png"),
+        *("{inside}/root/etc/passwd", "{inside}/dangling", "{inside}/loop", "{inside}/environ", "{inside}/" + "a" * 300),
     ],
 )
 async def test_what_is_elsewhere_looks_like_what_is_nowhere(read_file: Any, directory: Path, path: str) -> None:
-    (directory / "link.png").symlink_to("../secret.png")
-    (directory / "up").symlink_to("..")
-    (directory / "root").symlink_to("/")
+    for name, place in {"link.png": "../secret.png", "up": "..", "root": "/", "loop": "loop"}.items():
+        (directory / name).symlink_to(place)
     (directory / "dangling").symlink_to("/there-is-no-such-file")
-    (directory / "loop").symlink_to("loop")
     (directory / "environ").symlink_to("/proc/self/environ")
     with pytest.raises(MediaError, match=NO_SUCH_FILE) as caught:
         await read_file("file://" + path.format(outside=directory.parent, inside=directory))
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("{}/../secret.png", "'..'"),
-        ("{}/%2e%2e/secret.png", "'..'"),
-        ("{}/.%2E/secret.png", "'..'"),
-        ("{}%2f..%2fsecret.png", "'..'"),
-        ("{}/sub/../a.png", "'..'"),
-        ("{}/a.png%00.jpg", "null character"),
-        ("{}/a.png%0", "'%'"),
-        ("{}/a.png%zz", "'%'"),
-        ("{}/a.png?x", "not of the form"),
-        ("{}/a.png#x", "not of the form"),
-        ("{}/a b.png", "not of the form"),
-        ("{}/..\\secret.png", "not of the form"),
-        ("{}/a.png\n", "not of the form"),
-        ("{}/caf\u00e9.png", "beyond ASCII"),
-        ("{}/\udcff.png", "beyond ASCII"),
-        ("{}/" + "a" * 20_000, "at most"),
+AMBIGUOUS_PATHS = {
+    "'..'": [
+        *("file://{}/../secret.png", "file://{}/%2e%2e/secret.png", "file://{}/.%2E/secret.png"),
+        *("file://{}%2f..%2fsecret.png", "file://{}/sub/../a.png"),
     ],
-)
-async def test_ambiguous_paths_are_refused(read_file: Any, directory: Path, path: str, reason: str) -> None:
+    "null character": ["file://{}/a.png%00.jpg"],
+    "'%'": ["file://{}/a.png%0", "file://{}/a.png%zz"],
+    "not of the form file:///path": [
+        *("file://{}/a.png?x", "file://{}/a.png#x", "file://{}/a b.png", "file://{}/..\\secret.png", "file://{}/a.png\n"),
+        *("file:", "file://", "file:a.png", "file://example.org{}/a.png", "file://127.0.0.1{}/a.png"),
+        "file://localhost:80{}/a.png",
+    ],
+    "beyond ASCII": ["file://{}/caf\u00e9.png", "file://{}/\udcff.png"],
+    "at most": ["file://{}/" + "a" * 20_000],
+}
+
+
+@pytest.mark.parametrize(("url", "reason"), [(url, reason) for reason, urls in AMBIGUOUS_PATHS.items() for url in urls])
+async def test_ambiguous_paths_are_refused(read_file: Any, directory: Path, url: str, reason: str) -> None:
     with pytest.raises(MediaError, match=reason):
-        await read_file("file://" + path.format(directory))
-
-
-@pytest.mark.parametrize(
-    "url", ["file:", "file://", "file:a.png", "file://example.org{}", "file://127.0.0.1{}", "file://localhost:80{}"]
-)
-async def test_files_of_other_hosts_are_refused(read_file: Any, directory: Path, url: str) -> None:
-    with pytest.raises(MediaError, match="not of the form file:///path"):
-        await read_file(url.format(directory / "a.png"))
+        await read_file(url.format(directory))
 
 
 async def test_only_regular_files_are_read(read_file: Any, directory: Path) -> None:
