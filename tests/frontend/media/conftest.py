@@ -38,6 +38,38 @@ def _recording(
     return file.getvalue()
 
 
+def remuxed(
+    *files: bytes,
+    container: str = "mp4",
+    into: Any = None,
+    edit: Callable[[int, int, av.Packet[Any]], av.Packet[Any]] = lambda file, number, packet: packet,
+    **container_options: str,
+) -> bytes:
+    """The first tracks of files as one track of another file, whose packets follow each other.
+
+    Args:
+        files: of one codec.
+        container: what they come into.
+        into: is written to instead of memory.
+        edit: is given the number of a file, that of a packet in it, and the packet; returns what comes there.
+        container_options: of libav.
+    """
+    target = io.BytesIO() if into is None else into
+    with (
+        av.open(target, "w", format=container, container_options=container_options) as output,
+        av.open(io.BytesIO(files[0])) as first,
+    ):
+        stream = output.add_stream_from_template(first.streams[0])
+        for file_number, file in enumerate(files):
+            with av.open(io.BytesIO(file)) as source:
+                for number, packet in enumerate(source.demux(0)):
+                    if packet.dts is not None:
+                        edited = edit(file_number, number, packet)
+                        edited.stream = stream
+                        output.mux(edited)
+    return target.getvalue() if into is None else b""
+
+
 def _two_tracks(first: bytes, second: bytes, default: int) -> bytes:
     file = io.BytesIO()
     with av.open(file, "w", format="matroska") as output, av.open(io.BytesIO(first)) as one, av.open(io.BytesIO(second)) as two:

@@ -15,9 +15,8 @@ from PIL import Image, ImageCms
 
 from shmring.engine.inputs import VideoSpec
 from shmring.frontend.media import video
-from shmring.frontend.media.image import decode_into, probe
-from shmring.frontend.media.options import MediaIoKwargs, MediaLimits, PictureLimits
-from tests.frontend.media.test_image import chunked, decoded, encoded, scaled
+from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
+from tests.frontend.media.test_image import chunked, decoded, encoded, settled
 from tests.tables import for_each
 
 Array = np.ndarray[Any, Any]
@@ -104,7 +103,7 @@ def test_a_profile_that_is_called_srgb_is_applied_if_it_is_another_one(name: str
 
 def test_the_picture_is_scaled_in_srgb() -> None:
     data = encoded(Image.new("RGB", (32, 32), (220, 60, 20)), "PNG", icc_profile=OTHERS["other primaries"])
-    np.testing.assert_allclose(scaled(data, 100)[5, 5], (20, 60, 220), atol=INVISIBLE)
+    np.testing.assert_allclose(decoded(data, 100)[5, 5], (20, 60, 220), atol=INVISIBLE)
 
 
 def test_a_profile_of_srgb_leaves_the_pixels_as_they_are_whatever_its_name() -> None:
@@ -173,8 +172,7 @@ def test_a_profile_that_can_t_be_read_is_taken_for_srgb(icc: bytes) -> None:
 
 
 def told(data: bytes) -> str:
-    header = probe(data, PictureLimits())
-    return decode_into(data, header, np.empty(header.shape, np.uint8))
+    return settled(data)[1]
 
 
 def numbered_png(colour: Sequence[int], *chunks: tuple[bytes, bytes]) -> bytes:

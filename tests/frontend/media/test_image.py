@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import struct
@@ -13,8 +12,6 @@ from typing import Any
 import numpy as np
 import pillow_heif
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from shmring.frontend.media.errors import MediaError
@@ -39,11 +36,20 @@ def encoded(picture: Image.Image, name: str, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def decoded(data: bytes, limits: PictureLimits = LIMITS) -> np.ndarray[Any, Any]:
-    header = probe(data, limits)
+def settled(
+    data: bytes,
+    limits: PictureLimits = LIMITS,
+    max_pixels: int | None = None,
+    background: tuple[int, int, int] = (255, 255, 255),
+) -> tuple[np.ndarray[Any, Any], str]:
+    """The pixels, and what is told of them."""
+    header = probe(data, limits, max_pixels)
     target = np.full(header.shape, 77, np.uint8)
-    decode_into(data, header, target)
-    return target
+    return target, decode_into(data, header, target, background)
+
+
+def decoded(data: bytes, max_pixels: int | None = None) -> np.ndarray[Any, Any]:
+    return settled(data, max_pixels=max_pixels)[0]
 
 
 def chunked(*chunks: tuple[bytes, bytes]) -> bytes:
@@ -127,13 +133,16 @@ def test_modes_without_transparency_are_converted_as_pillow_does(mode: str, name
     np.testing.assert_array_equal(decoded(data), as_pillow_shows_it(data))
 
 
-@for_each("name", ["PNG", "TIFF", "WEBP"])
-def test_transparency_lies_over_white(name: str) -> None:
+@for_each("name", ["PNG", "TIFF", "WEBP", "GIF"])
+@for_each("background", [(255, 255, 255), (10, 20, 30)])
+def test_transparency_lies_over_the_background(name: str, background: tuple[int, int, int]) -> None:
     pixels = np.array([[[255, 0, 0, 255], [0, 0, 255, 0]], [[0, 0, 0, 128], [200, 100, 0, 255]]], np.uint8)
-    options = {"lossless": True} if name == "WEBP" else {}
-    data = encoded(Image.fromarray(pixels, "RGBA"), name, **options)
-    expected = [[[255, 0, 0], [255, 255, 255]], [[127, 127, 127], [200, 100, 0]]]
-    np.testing.assert_allclose(decoded(data), expected, atol=1)
+    if name == "GIF":
+        pixels = pixels[:1]  # it knows no half
+    data = encoded(Image.fromarray(pixels, "RGBA"), name, **({"lossless": True} if name == "WEBP" else {}))
+    half = [0.5 * level for level in background]
+    expected = np.array([[[255, 0, 0], background], [half, [200, 100, 0]]])[: len(pixels)]
+    np.testing.assert_allclose(settled(data, background=background)[0], expected, atol=1)
 
 
 def test_a_grey_picture_with_transparency_lies_over_white() -> None:
@@ -166,16 +175,10 @@ def test_thirty_two_bit_grey_is_refused(mode: str) -> None:
         decoded(encoded(Image.new(mode, (3, 2), 5), "TIFF"))
 
 
-@for_each("name", ["GIF", "WEBP", "TIFF", "PNG"])
-def test_of_an_animation_the_first_frame_is_taken(name: str) -> None:
+@for_each("name", ["GIF", "WEBP", "TIFF", "PNG", "MPO"])
+def test_of_several_pictures_the_first_is_taken(name: str) -> None:
     frames = [Image.new("RGB", (8, 6), colour) for colour in ("red", "lime", "blue")]
     data = encoded(frames[0], name, save_all=True, append_images=frames[1:])
-    np.testing.assert_allclose(decoded(data), np.broadcast_to([255, 0, 0], (6, 8, 3)), atol=2)
-
-
-def test_a_jpeg_of_several_pictures_is_its_first() -> None:
-    frames = [Image.new("RGB", (8, 6), colour) for colour in ("red", "blue")]
-    data = encoded(frames[0], "MPO", save_all=True, append_images=frames[1:])
     np.testing.assert_allclose(decoded(data), np.broadcast_to([255, 0, 0], (6, 8, 3)), atol=2)
 
 
@@ -221,17 +224,6 @@ def test_a_truncated_picture_is_refused(name: str) -> None:
         decoded(data[: len(data) * 2 // 3])
 
 
-@for_each("data", [b"not a picture at all", b"%PDF-1.7\n", b"\xff\xd8\xff", b"GIF89a", b"\0" * 1000])
-def test_what_is_no_picture_is_refused(data: bytes) -> None:
-    with pytest.raises(MediaError):
-        probe(data, LIMITS)
-
-
-def test_nothing_is_refused() -> None:
-    with pytest.raises(MediaError, match="empty"):
-        probe(b"", LIMITS)
-
-
 def test_a_format_that_is_not_listed_is_refused() -> None:
     with pytest.raises(MediaError, match="not a picture in a format that is accepted"):
         probe(encoded(Image.fromarray(noise()), "PPM"), LIMITS)
@@ -256,19 +248,10 @@ def test_too_many_pixels_are_refused_from_the_header() -> None:
 
 def test_the_error_about_far_too_many_pixels_names_our_limit_and_not_pillows() -> None:
     """Pillow refuses those before we do, by a limit of its own."""
-    data = b"\x89PNG\r\n\x1a\n"
-    for kind, content in ((b"IHDR", struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b""))):
-        data += struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    header = struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0)
     with pytest.raises(MediaError, match="at most 64,000,000 are accepted") as caught:
-        probe(data, PictureLimits())
+        probe(chunked((b"IHDR", header), (b"IDAT", zlib.compress(b""))), LIMITS)
     assert "178" not in str(caught.value)
-
-
-def test_a_decompression_bomb_is_refused() -> None:
-    data = bytearray(encoded(Image.new("1", (8, 8)), "BMP"))
-    data[18:26] = (60_000).to_bytes(4, "little") * 2
-    with pytest.raises(MediaError, match="pixels"):
-        probe(bytes(data), LIMITS)
 
 
 def test_too_large_a_file_is_refused() -> None:
@@ -290,23 +273,7 @@ def test_a_line_is_no_picture() -> None:
     assert probe(data, PictureLimits(max_aspect_ratio=201)).width == 1005
 
 
-@for_each("name", ["PNG", "WEBP", "GIF"])
-def test_transparent_pixels_show_the_background_colour(name: str) -> None:
-    pixels = np.array([[[255, 0, 0, 255], [0, 0, 255, 0]]], np.uint8)
-    data = encoded(Image.fromarray(pixels, "RGBA"), name, **({"lossless": True} if name == "WEBP" else {}))
-    target = np.zeros((1, 2, 3), np.uint8)
-    decode_into(data, probe(data, LIMITS), target, (10, 20, 30))
-    np.testing.assert_array_equal(target, [[[255, 0, 0], [10, 20, 30]]])
-
-
 # -- scaling ------------------------------------------------------------------------------------------------------------
-
-
-def scaled(data: bytes, max_pixels: int) -> np.ndarray[Any, Any]:
-    header = probe(data, LIMITS, max_pixels)
-    target = np.full(header.shape, 77, np.uint8)
-    decode_into(data, header, target)
-    return target
 
 
 @for_each(("name", "mode"), [("JPEG", "RGB"), ("JPEG", "L"), ("PNG", "RGB"), ("PNG", "RGBA"), ("GIF", "P"), ("TIFF", "CMYK")])
@@ -314,7 +281,7 @@ def scaled(data: bytes, max_pixels: int) -> np.ndarray[Any, Any]:
 def test_larger_pictures_are_scaled_down(name: str, mode: str, size: tuple[int, int]) -> None:
     picture = Image.fromarray(noise(40, 40)).resize(size, Image.Resampling.BICUBIC).convert(mode)
     data = encoded(picture, name)
-    pixels = scaled(data, 10_000)
+    pixels = decoded(data, 10_000)
     height, width = pixels.shape[:2]
     assert 9_000 < width * height <= 10_000
     assert width / height == pytest.approx(size[0] / size[1], rel=0.1)
@@ -328,7 +295,7 @@ def test_larger_pictures_are_scaled_down(name: str, mode: str, size: tuple[int, 
 def test_scaled_pictures_are_turned_too(name: str, orientation: int) -> None:
     picture = Image.fromarray(noise(20, 15)).resize((400, 300), Image.Resampling.BICUBIC)
     data = encoded(picture, name, exif=with_orientation(orientation))
-    pixels = scaled(data, 1200)
+    pixels = decoded(data, 1200)
     assert pixels.shape == ((40, 30, 3) if orientation >= 5 else (30, 40, 3))
     expected = Image.fromarray(as_pillow_shows_it(data)).resize(pixels.shape[1::-1], Image.Resampling.LANCZOS)
     assert np.abs(pixels.astype(int) - np.asarray(expected)).mean() < 3
@@ -336,12 +303,12 @@ def test_scaled_pictures_are_turned_too(name: str, orientation: int) -> None:
 
 def test_smaller_pictures_are_not_scaled() -> None:
     data = encoded(Image.fromarray(noise()), "PNG")
-    np.testing.assert_array_equal(scaled(data, WIDTH * HEIGHT), noise())
+    np.testing.assert_array_equal(decoded(data, WIDTH * HEIGHT), noise())
 
 
 def test_sixteen_bit_grey_is_scaled_by_its_high_byte() -> None:
     data = encoded(Image.fromarray(np.full((40, 40), 0x80FF, np.uint16)), "PNG")
-    np.testing.assert_array_equal(scaled(data, 100), np.full((10, 10, 3), 0x80))
+    np.testing.assert_array_equal(decoded(data, 100), np.full((10, 10, 3), 0x80))
 
 
 def test_scaling_a_jpeg_does_not_decode_it_full_size(peak_nbytes: Any) -> None:
@@ -354,50 +321,18 @@ def test_scaling_a_jpeg_does_not_decode_it_full_size(peak_nbytes: Any) -> None:
 
 @for_each("size", [(1, 1), (1, 150), (150, 1)])
 def test_no_side_becomes_nothing(size: tuple[int, int]) -> None:
-    assert 1 <= scaled(encoded(Image.new("L", size), "PNG"), 20).size // 3 <= 20
-
-
-SEEDS = [
-    encoded(Image.fromarray(noise()), name, **({"exif": with_orientation(6)} if name in ("JPEG", "PNG", "WEBP") else {}))
-    for name in FORMATS
-]
-
-
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@given(
-    data=st.sampled_from(SEEDS),
-    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=8)), max_size=6),
-    kept=st.floats(0.2, 1),
-)
-def test_damaged_bytes_are_a_media_error_or_a_picture(data: bytes, changes: list[tuple[float, bytes]], kept: float) -> None:
-    damaged = bytearray(data)
-    for place, replacement in changes:
-        # Squared: headers are at the front, and are where parsers go wrong.
-        start = int(place**2 * len(damaged))
-        damaged[start : start + len(replacement)] = replacement
-    with contextlib.suppress(MediaError):
-        decoded(bytes(damaged[: int(kept * len(damaged))]), PictureLimits(max_pixels=1_000_000))
+    assert 1 <= decoded(encoded(Image.new("L", size), "PNG"), 20).size // 3 <= 20
 
 
 def test_a_large_picture_that_is_packed_too_well_is_a_bomb_and_a_small_one_is_blank() -> None:
-    def blank(side: int) -> bytes:
-        file = io.BytesIO()
-        Image.new("RGB", (side, side)).save(file, "PNG")
-        return file.getvalue()
-
-    assert probe(blank(3000), PictureLimits()).shape == (3000, 3000, 3)
+    small, large = (encoded(Image.new("RGB", (side, side)), "PNG") for side in (3000, 5000))
+    assert probe(small, LIMITS).shape == (3000, 3000, 3)
     with pytest.raises(MediaError, match=r"10[0-9][0-9] for each byte of its file; 500 are accepted"):
-        probe(blank(5000), PictureLimits())
-    assert probe(blank(5000), PictureLimits(max_expansion=2000)).shape == (5000, 5000, 3)
+        probe(large, LIMITS)
+    assert probe(large, PictureLimits(max_expansion=2000)).shape == (5000, 5000, 3)
 
 
 # -- what is missing ------------------------------------------------------------------------------------------------------
-
-
-def settled(data: bytes, limits: PictureLimits = LIMITS, max_pixels: int | None = None) -> tuple[np.ndarray[Any, Any], str]:
-    header = probe(data, limits, max_pixels)
-    target = np.full(header.shape, 77, np.uint8)
-    return target, decode_into(data, header, target)
 
 
 @for_each(
@@ -524,12 +459,6 @@ def test_the_largest_sample_of_a_dark_picture_is_not_its_number_of_bits() -> Non
 DEEP = (0x1234, 0x5678, 0x9ABC)
 
 
-def png(width: int, bits: int, colour: int, row: bytes, transparent: bytes) -> bytes:
-    header = struct.pack(">IIBBBBB", width, 1, bits, colour, 0, 0, 0)
-    rows = zlib.compress(b"\0" + row)
-    return chunked((b"IHDR", header), (b"tRNS", transparent), (b"IDAT", rows), (b"IEND", b""))
-
-
 @for_each(
     ("bits", "colour", "row", "transparent", "expected"),
     [
@@ -542,14 +471,13 @@ def png(width: int, bits: int, colour: int, row: bytes, transparent: bytes) -> b
         (1, 0, b"\x40", struct.pack(">H", 1), [[0] * 3, [1, 2, 3]]),
         (1, 0, b"\x40", struct.pack(">H", 0), [[1, 2, 3], [255] * 3]),
     ],
-)  # fmt: skip
+)
 def test_a_transparent_colour_is_seen_through_whatever_its_bits(
     bits: int, colour: int, row: bytes, transparent: bytes, expected: list[list[int]]
 ) -> None:
-    data = png(2, bits, colour, row, transparent)
-    target = np.zeros((1, 2, 3), np.uint8)
-    decode_into(data, probe(data, LIMITS), target, (1, 2, 3))
-    np.testing.assert_array_equal(target[0], expected)
+    header = struct.pack(">IIBBBBB", 2, 1, bits, colour, 0, 0, 0)
+    data = chunked((b"IHDR", header), (b"tRNS", transparent), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b""))
+    np.testing.assert_array_equal(settled(data, background=(1, 2, 3))[0][0], expected)
 
 
 # -- HEIC and AVIF --------------------------------------------------------------------------------------------------------

@@ -28,12 +28,8 @@ def with_number(data: bytes, table: str, place: int, number: int) -> bytes:
 @for_each(
     ("table", "place", "number", "missing"),
     [
-        ("stsz", 8, 25, 25),
-        ("stts", 8, 25, 25),
-        ("stts", 8, 0, 50),
-        ("stsc", 12, 10, 40),
-        ("stsc", 4, 0, 50),
-        ("stsz", 8, 20, 30),
+        *(("stsz", 8, 25, 25), ("stts", 8, 25, 25), ("stts", 8, 0, 50)),
+        *(("stsc", 12, 10, 40), ("stsc", 4, 0, 50), ("stsz", 8, 20, 30)),
     ],
 )
 def test_frames_that_are_not_in_all_tables_are_missing(

@@ -19,6 +19,8 @@ from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.options import MediaLimits
 from shmring.frontend.media.pieces import pieces_of
 from shmring.frontend.media.signatures import boxes
+from shmring.frontend.media.video import decode_into
+from tests.frontend.media.conftest import remuxed
 from tests.frontend.media.test_video import LEVELS, NUM_FRAMES, decoded, expected_numbers, numbers, prepared
 from tests.tables import for_each
 
@@ -208,8 +210,6 @@ def test_decoding_does_not_open_parts_without_a_wanted_frame(clip_of: Make, monk
     header = prepared(data, num_frames=2)
     opened = []
     monkeypatch.setattr(av, "open", lambda *args, _open=av.open, **kwargs: (opened.append(args), _open(*args, **kwargs))[1])
-    from shmring.frontend.media.video import decode_into
-
     decode_into(data, header, np.empty(header.shape, np.uint8))
     assert len(opened) == 2
 
@@ -287,8 +287,17 @@ def recording(data: bytes, limits: MediaLimits | None = None) -> tuple[np.ndarra
     return target[: sound.length], sound
 
 
-def tone(hertz: int, duration_s: float) -> np.ndarray[Any, Any]:
-    return 0.5 * np.sin(2 * np.pi * hertz * np.arange(int(duration_s * RATE)) / RATE)
+def assert_both_are_heard(data: bytes) -> str:
+    """A tone of 500 Hz and then one of 2000; returns what is told of them."""
+    samples, sound = recording(data)
+    assert sound.duration_s == pytest.approx(3, abs=0.3)
+    assert loudest_hertz(samples[:RATE]) == pytest.approx(500, abs=5)
+    assert loudest_hertz(samples[-RATE:]) == pytest.approx(2000, abs=5)
+    return sound.shortfall
+
+
+def tone(hertz: int, duration_s: float, rate: int = RATE) -> np.ndarray[Any, Any]:
+    return 0.5 * np.sin(2 * np.pi * hertz * np.arange(int(duration_s * rate)) / rate)
 
 
 def loudest_hertz(samples: np.ndarray[Any, Any]) -> float:
@@ -302,48 +311,21 @@ RECORDINGS = [("mp4", "aac"), ("matroska", "aac"), ("webm", "libopus"), ("mpegts
 @for_each(("container", "codec"), RECORDINGS)
 def test_recordings(recording_of: Make, container: str, codec: str) -> None:
     first, second = (recording_of(tone(hertz, 1.5), RATE, container, codec) for hertz in (500, 2000))
-    samples, sound = recording(first + second)
-    assert sound.duration_s == pytest.approx(3, abs=0.3)
-    assert loudest_hertz(samples[:RATE]) == pytest.approx(500, abs=5)
-    assert loudest_hertz(samples[-RATE:]) == pytest.approx(2000, abs=5)
-    assert re.search(r"not as its file says: its times begin anew at 1\.[4-6]", sound.shortfall)
+    told = assert_both_are_heard(first + second)
+    assert re.search(r"not as its file says: its times begin anew at 1\.[4-6]", told)
     assert recording(first)[1].shortfall == ""
     with pytest.raises(MediaError, match=r"longer than the 2 s"):
         recording(first + second, MediaLimits(max_audio_duration_s=2))
 
 
-def fragments_of(data: bytes, container_options: dict[str, str]) -> bytes:
-    file = io.BytesIO()
-    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format="mp4", container_options=container_options) as output:
-        stream = output.add_stream_from_template(source.streams[0])
-        for packet in source.demux():
-            if packet.dts is not None:
-                packet.stream = stream
-                output.mux(packet)
-    return file.getvalue()
-
-
 @for_each("flags", [FRAGMENTS, OWN_PLACES])
 def test_recordings_in_fragments(recording_of: Make, flags: str) -> None:
-    options = {"movflags": flags, "frag_duration": "400000"}
-    first, second = (fragments_of(recording_of(tone(hertz, 1.5), RATE, "mp4", "aac"), options) for hertz in (500, 2000))
+    first, second = (
+        remuxed(recording_of(tone(hertz, 1.5), RATE, "mp4", "aac"), movflags=flags, frag_duration="400000")
+        for hertz in (500, 2000)
+    )
     for data in (first + second, first + from_fragments_on(second)):
-        samples, sound = recording(data)
-        assert sound.duration_s == pytest.approx(3, abs=0.3)
-        assert loudest_hertz(samples[:RATE]) == pytest.approx(500, abs=5)
-        assert loudest_hertz(samples[-RATE:]) == pytest.approx(2000, abs=5)
-        assert "begin anew at 1.5" in sound.shortfall
-
-
-def assert_both_are_heard(data: bytes) -> None:
-    samples, sound = recording(data)
-    assert sound.duration_s == pytest.approx(3, abs=0.3)
-    assert loudest_hertz(samples[:RATE]) == pytest.approx(500, abs=5)
-    assert loudest_hertz(samples[-RATE:]) == pytest.approx(2000, abs=5)
-
-
-def other_tone(hertz: int, rate: int) -> np.ndarray[Any, Any]:
-    return 0.5 * np.sin(2 * np.pi * hertz * np.arange(int(1.5 * rate)) / rate)
+        assert "begin anew at 1.5" in assert_both_are_heard(data)
 
 
 @for_each("rates", [(44_100, 16_000), (16_000, 44_100), (48_000, 8000)])
@@ -352,7 +334,7 @@ def test_recordings_whose_rate_changes(recording_of: Make, container: str, codec
     if codec == "mp2" and 8000 in rates:
         return
     parts = zip((500, 2000), rates, strict=True)
-    assert_both_are_heard(b"".join(recording_of(other_tone(hertz, rate), rate, container, codec) for hertz, rate in parts))
+    assert_both_are_heard(b"".join(recording_of(tone(hertz, 1.5, rate), rate, container, codec) for hertz, rate in parts))
 
 
 @for_each("rates", [(48_000, 48_000), (22_050, 44_100)])
@@ -362,7 +344,7 @@ def test_mp3s_of_which_the_first_counts_its_own_frames_only(
 ) -> None:
     parts = zip((500, 2000), rates, kilobits, strict=True)
     joined = (
-        recording_of(other_tone(hertz, rate), rate, "mp3", "libmp3lame", bit_rate=1000 * kilo) for hertz, rate, kilo in parts
+        recording_of(tone(hertz, 1.5, rate), rate, "mp3", "libmp3lame", bit_rate=1000 * kilo) for hertz, rate, kilo in parts
     )
     assert_both_are_heard(b"".join(joined))
 
@@ -385,8 +367,7 @@ def test_a_fragment_that_is_lost_in_the_middle_is_told(clip_of: Make, order: dic
 
 
 def test_a_recording_that_lacks_a_fragment_says_so(recording_of: Make) -> None:
-    options = {"movflags": FRAGMENTS, "frag_duration": "400000"}
-    data = fragments_of(recording_of(tone(500, 8), RATE, "mp4", "aac"), options)
+    data = remuxed(recording_of(tone(500, 8), RATE, "mp4", "aac"), movflags=FRAGMENTS, frag_duration="400000")
     places = [start for start, name, _ in boxes(data) if name == b"moof"]
     _, sound = recording(data[: places[4]] + data[places[5] :])
     lost_s = float(re.search(r": ([\d.]+) of 8.* s .* are missing in the middle", sound.shortfall)[1])  # type: ignore[index]

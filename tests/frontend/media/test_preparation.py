@@ -134,13 +134,6 @@ async def test_pictures_are_scaled_to_what_the_executor_takes(preparation: Prepa
     assert probed.shape == (30, 40, 3)
 
 
-async def test_bad_media_is_a_media_error(preparation: Preparation) -> None:
-    probed = await preparation.probe(picture()[1], SPEC)
-    truncate(probed)
-    with pytest.raises(MediaError, match="truncated"):
-        await preparation.decode(probed)
-
-
 async def test_a_copy_that_is_cancelled_holds_its_slot_until_its_thread_has_ended(
     preparation: Preparation,
     serve: Callable[..., Awaitable[shmring.Ring]],

@@ -21,14 +21,8 @@ def wav_sizes(data: bytes, max_nbytes: int = MAX_NBYTES) -> WavSizes:
 
 
 def large(claimed: int, present: int) -> bytes:
-    body = (
-        b"WAVEds64"
-        + struct.pack("<IQQQI", 28, (claimed + 72) % (1 << 64), claimed, 0, 0)
-        + FORMAT
-        + b"data\xff\xff\xff\xff"
-        + bytes(present)
-    )
-    return b"RF64\xff\xff\xff\xff" + body
+    size = b"ds64" + struct.pack("<IQQQI", 28, (claimed + 72) % (1 << 64), claimed, 0, 0)
+    return b"RF64\xff\xff\xff\xffWAVE" + size + FORMAT + b"data\xff\xff\xff\xff" + bytes(present)
 
 
 def noise(nbytes: int) -> bytes:
@@ -74,24 +68,12 @@ def test_nothing_is_wrong_with_whole_files_and_with_others(data: bytes) -> None:
 @for_each(
     "data",
     [
-        wav(0xFFFFFFFF, 1000, riff=0xFFFFFFFF),
-        wav(0xFFFFFFFF, 1000, riff=36),
-        wav(0xFFFFFFFF, 1000),
-        wav(0x7FFFF000, 1000, riff=0x7FFFF024),
-        wav(0x7FFFEFFC, 1000, riff=0x7FFFF020),
-        wav(2_000_000_000, 1000),
-        wav(1_000_000_000, 1000),
-        wav(1 << 30, 1000),
-        wav(100_000_000, 1000),
-        wav(MAX_NBYTES - 43, 1000),
-        big_endian(wav(2_000_000_000, 1000)),
-        wav(0, 1000, riff=0),
-        wav(0, 1000, riff=36),
-        large(0, 1000),
-        large((1 << 64) - 80, 1000),
-        large(1 << 40, 1000),
-        wav(500, 1000),
-        wav(500, 1000, before=LIST),
+        *(wav(0xFFFFFFFF, 1000, riff=riff) for riff in (0xFFFFFFFF, 36, None)),
+        *(wav(claimed, 1000, riff=claimed + 36) for claimed in (0x7FFFF000, 0x7FFFEFFC)),
+        *(wav(claimed, 1000) for claimed in (2_000_000_000, 1_000_000_000, 1 << 30, 100_000_000, MAX_NBYTES - 43, 500)),
+        *(wav(0, 1000, riff=riff) for riff in (0, 36)),
+        *(large(claimed, 1000) for claimed in (0, (1 << 64) - 80, 1 << 40)),
+        *(big_endian(wav(2_000_000_000, 1000)), wav(500, 1000, before=LIST)),
     ],
 )
 def test_sizes_that_promise_nothing_let_the_samples_go_to_the_end(data: bytes) -> None:
@@ -99,28 +81,24 @@ def test_sizes_that_promise_nothing_let_the_samples_go_to_the_end(data: bytes) -
 
 
 @for_each(
-    ("data", "told"),
+    ("nbytes", "behind", "told"),
     [
-        (
-            wav(500, 500) + bytes(3201),
-            "3201 bytes behind its 500 bytes of samples are taken for samples, as they are nothing else",
-        ),
-        (wav(2, 2) + noise(5000), "5000 bytes behind its 2 bytes of samples are taken for samples, as they are nothing else"),
-        (
-            wav(500, 500) + b"fLaC" + noise(5000),
-            "5004 bytes behind its 500 bytes of samples are another file, or its tags, and are left out",
-        ),
-        (
-            wav(500, 500) + b"ID3\4" + noise(5000),
-            "5004 bytes behind its 500 bytes of samples are another file, or its tags, and are left out",
+        (500, bytes(3201), "3201 bytes behind its 500 bytes of samples are taken for samples, as they are nothing else"),
+        (2, noise(5000), "5000 bytes behind its 2 bytes of samples are taken for samples, as they are nothing else"),
+        *(
+            (
+                500,
+                tag + noise(5000),
+                "5004 bytes behind its 500 bytes of samples are another file, or its tags, and are left out",
+            )
+            for tag in (b"fLaC", b"ID3\4")
         ),
     ],
 )
-def test_what_is_behind_the_end_of_the_file_is_told(data: bytes, told: str) -> None:
-    sizes = wav_sizes(data)
-    assert str(sizes.shortfall) == told
+def test_what_is_behind_the_end_of_the_file_is_told(nbytes: int, behind: bytes, told: str) -> None:
+    sizes = wav_sizes(wav(nbytes, nbytes) + behind)
     assert sizes.shortfall is not None
-    assert not sizes.shortfall.is_damage
+    assert (str(sizes.shortfall), sizes.shortfall.is_damage) == (told, False)
     assert sizes.goes_to_the_end == ("taken for samples" in told)
 
 
