@@ -48,14 +48,10 @@ GET_ORDERS = "orders = link.makefile('rb').readline().decode(); "
 SETTINGS = ProcessSettings(name="test", port=0)
 
 
-def with_shutdown_timeout(shutdown_timeout_s: float) -> ProcessSettings:
-    return dataclasses.replace(SETTINGS, shutdown_timeout_s=shutdown_timeout_s)
-
-
-def options(**changes: Any) -> ServeOptions:
+def options(frontend_settings: dict[str, Any] | None = None, **changes: Any) -> ServeOptions:
     fields: dict[str, Any] = {
         "engines": [EngineSettings(name="test")],
-        "frontend": SETTINGS,
+        "frontend": dataclasses.replace(SETTINGS, **(frontend_settings or {})),
         "frontends": 1,
         "start_timeout_s": 60.0,
         "heartbeat_timeout_s": 0.0,
@@ -66,18 +62,15 @@ def options(**changes: Any) -> ServeOptions:
 # -- what it refuses to start -------------------------------------------------------------------------------------------
 
 
-def test_a_port_in_use_is_one_clear_message() -> None:
+def test_where_it_can_not_listen_is_one_clear_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            ServeError, match=rf"^can't listen on 127.0.0.1 port {port}: Address already in use; stop .* choose another --port$"
+        for place, reason in (
+            ({"port": port}, rf"127.0.0.1 port {port}: Address already in use; stop .* choose another --port$"),
+            ({"host": "192.0.2.1"}, r"192\.0\.2\.1 port 0"),
         ):
-            serve(options(frontend=ProcessSettings(port=port)))
-
-
-def test_an_address_that_is_not_ours_is_one_clear_message() -> None:
-    with pytest.raises(ServeError, match=r"can't listen on 192\.0\.2\.1 port 0"):
-        serve(options(frontend=ProcessSettings(host="192.0.2.1", port=0)))
+            with pytest.raises(ServeError, match=f"^can't listen on {reason}"):
+                serve(options(place))
 
 
 def test_a_name_that_can_not_be_is_one_clear_message() -> None:
@@ -141,30 +134,23 @@ def test_temporary_files_keep_off_the_shared_memory(monkeypatch: pytest.MonkeyPa
 def test_what_killed_supervisors_left_is_removed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     dead = 2**22 + 1  # more than any pid can be
-    left, locked, living, plain, foreign, file = (
-        tmp_path / name
-        for name in (
-            f"shmring-metrics-{dead}-left",
-            f"shmring-metrics-{dead}-locked",
-            f"shmring-metrics-{os.getpid()}-living",
-            "shmring-metrics-old",
-            f"another-{dead}-x",
-            f"shmring-metrics-{dead}-file",
-        )
-    )
-    for directory in (left, locked, living, plain, foreign):
+    names = (f"{dead}-left", f"{dead}-locked", f"{os.getpid()}-living", "old")
+    left, locked, *kept = (tmp_path / f"shmring-metrics-{name}" for name in names)
+    kept.append(tmp_path / f"another-{dead}-x")
+    for directory in (left, locked, *kept):
         directory.mkdir()
         (directory / "counter_1.db").write_bytes(b"x")
-    file.write_bytes(b"x")
+    kept.append(tmp_path / f"shmring-metrics-{dead}-file")
+    kept[-1].write_bytes(b"x")
     fd = os.open(locked, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with supervisor._metrics_directory() as ours:
         assert ours is not None
         assert Path(ours).parent == tmp_path
-        assert set(tmp_path.iterdir()) == {locked, living, plain, foreign, file, Path(ours)}
+        assert set(tmp_path.iterdir()) == {locked, *kept, Path(ours)}
         os.close(fd)
         supervisor._sweep_metrics(tmp_path)
-        assert set(tmp_path.iterdir()) == {living, plain, foreign, file, Path(ours)}
+        assert set(tmp_path.iterdir()) == {*kept, Path(ours)}
     assert not Path(ours).exists()
 
 
@@ -255,10 +241,15 @@ async def test_children_have_a_process_group_of_their_own(start: Any) -> None:
 
 
 class Supervised(supervisor._Supervisor):
-    """A supervisor whose engine and frontends are programs of the test."""
+    """A supervisor whose engine and frontends are programs of the test.
+
+    Attributes:
+        running: the task that runs it.
+    """
 
     engine_program = SLEEP
     frontend_program = GET_READY
+    running: asyncio.Task[None]
 
     def _engine_command(self) -> Sequence[str]:
         return "-c", self.engine_program, ""
@@ -266,51 +257,123 @@ class Supervised(supervisor._Supervisor):
     def _frontend_command(self) -> Sequence[str]:
         return "-c", self.frontend_program, ""
 
+    def children(self) -> list[Child]:
+        """All that there are, the engines first."""
+        return [*self._engines.values(), *self._frontends.values()]
+
     def pids(self) -> list[int]:
-        """All children there are."""
-        return [child.pid for child in (*self._engines.values(), *self._frontends.values())]
+        return [child.pid for child in self.children()]
+
+    def return_codes(self) -> list[int | None]:
+        return [child.process.returncode for child in self.children()]
+
+    def has_begun(self) -> bool:
+        """Whether all frontends are ready, and all engines whose program gets there."""
+        engines = [self._engines.get(rank) for rank in range(len(self._options.engines))]
+        are_ready = self.engine_program.endswith(SLEEP) or all(engine and engine.ready.is_set() for engine in engines)
+        return are_ready and all(ready.is_set() for ready in self._ready)
+
+    async def ended(self) -> None:
+        await asyncio.wait_for(self.running, 30)
+
+    async def fails(self, match: str) -> str:
+        """Waits for it to fail, and returns with what words."""
+        with pytest.raises(ServeError, match=match) as caught:
+            await self.ended()
+        return str(caught.value)
 
 
 @pytest.fixture
-async def supervise(tmp_path: Path) -> AsyncIterator[Callable[..., tuple[Supervised, asyncio.Task[None]]]]:
-    """``supervise(engine=..., frontend=..., **options)``: a supervisor, and the task that runs it. Nothing of it is left."""
-    started: list[tuple[Supervised, asyncio.Task[None], socket.socket]] = []
+async def supervise(tmp_path: Path) -> AsyncIterator[Callable[..., Supervised]]:
+    """``supervise(engine=..., frontend=..., **options)``: a supervisor that runs. Nothing of it is left.
 
-    def run(
-        engine: str = SLEEP, frontend: str = GET_READY, settings: ProcessSettings = SETTINGS, **changes: Any
-    ) -> tuple[Supervised, asyncio.Task[None]]:
+    In its programs, PLACE is a directory of the test.
+    """
+    started: list[tuple[Supervised, socket.socket]] = []
+
+    def run(engine: str = SLEEP, frontend: str = GET_READY, **changes: Any) -> Supervised:
         listening = supervisor._listen(SETTINGS)
-        server = Supervised(options(frontend=settings, **changes), listening, str(tmp_path))
-        server.engine_program, server.frontend_program = engine, frontend
-        running = asyncio.create_task(server.run())
-        started.append((server, running, listening))
-        return server, running
+        server = Supervised(options(**changes), listening, str(tmp_path))
+        server.engine_program, server.frontend_program = (
+            program.replace("PLACE", str(tmp_path)) for program in (engine, frontend)
+        )
+        server.running = asyncio.create_task(server.run())
+        started.append((server, listening))
+        return server
 
     yield run
-    for server, running, listening in started:
-        running.cancel()
-        await asyncio.wait([running])
+    for server, listening in started:
+        server.running.cancel()
+        await asyncio.wait([server.running])
         listening.close()
         assert not [pid for pid in server.pids() if Path("/proc", str(pid)).exists()]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         asyncio.get_running_loop().remove_signal_handler(number)
 
 
-async def test_an_engine_that_hangs_at_the_start_is_given_up(supervise: Any) -> None:
-    server, running = supervise(frontend=SLEEP, start_timeout_s=0.3)
-    with pytest.raises(
-        ServeError,
-        match=r"not ready within 0\.3 s \(--start-timeout\): the engine .* is still starting",
-    ):
-        await asyncio.wait_for(running, 30)
-    assert len(server.pids()) == 2
+@pytest.fixture
+async def serving(supervise: Any, eventually: Any) -> Callable[..., Awaitable[Supervised]]:
+    """As many words as ``supervise`` has, and then the server has begun."""
+
+    async def run(**arguments: Any) -> Supervised:
+        server: Supervised = supervise(**arguments)
+        await eventually(server.has_begun, 30)
+        return server
+
+    return run
 
 
-async def test_a_frontend_that_hangs_at_the_start_is_given_up(supervise: Any, tmp_path: Path) -> None:
-    first_only = f"import os, time\ntry: os.mkdir({str(tmp_path / 'first')!r})\nexcept FileExistsError: time.sleep(600)\n"
-    _, running = supervise(engine=GET_READY, frontend=first_only + GET_READY, frontends=2, start_timeout_s=3.0)
-    with pytest.raises(ServeError, match=r"the engine is ready, but frontend [01] is not yet"):
-        await asyncio.wait_for(running, 30)
+ENGINES = [EngineSettings(name=f"test-{rank}", data_parallel_size=2) for rank in range(2)]
+KILL_ITSELF = "import os; os.kill(os.getpid(), {})"
+#: The first process of this program does what follows; another one does what is behind an "else: ".
+ONE_OF_TWO = "import os, time\ntry: os.mkdir('PLACE/first')\nexcept FileExistsError: "
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        (
+            {"frontend": SLEEP, "start_timeout_s": 0.3},
+            r"not ready within 0\.3 s \(--start-timeout\): the engine .* is still star",
+        ),
+        (
+            {
+                "engine": GET_READY,
+                "frontend": f"{ONE_OF_TWO}time.sleep(600)\n{GET_READY}",
+                "frontends": 2,
+                "start_timeout_s": 3.0,
+            },
+            r"the engine is ready, but frontend [01] is not yet",
+        ),
+        ({"frontend": "raise SystemExit(7)"}, r"frontend 0 \(pid \d+\) ended with exit code 7 before it was ready"),
+        (
+            {"frontend": KILL_ITSELF.format(9)},
+            r"was killed by signal 9 \(Killed\) before it was ready; nobody here did that: (?!.*above)",
+        ),
+        (
+            {"engine": KILL_ITSELF.format(7), "frontend": SLEEP},
+            r"\(Bus error\) before the server was ready; memory .*: /dev/shm, or the memory of the",
+        ),
+        (
+            {"engine": f"{ONE_OF_TWO}raise SystemExit(3)\n{GET_READY}", "engines": ENGINES},
+            r"the engine test-. \(pid \d+\) ended with exit code 3 before the server was ready",
+        ),
+        ({"engines": ENGINES, "start_timeout_s": 0.5}, r"the engine test-0 .* is still starting"),
+    ],
+    ids=["engine hangs", "frontend hangs", "frontend ends", "frontend killed", "bus error", "one engine ends", "engines hang"],
+)
+async def test_what_does_not_start_ends_the_server(supervise: Any, how: dict[str, Any], error: str) -> None:
+    await supervise(**how).fails(error)
+
+
+async def test_who_is_killed_at_the_start_is_explained_by_what_the_kernel_says(
+    supervise: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = iter(range(100))
+    monkeypatch.setattr(supervisor, "oom_kills", lambda: next(kills))
+    monkeypatch.setattr(supervisor, "describe_kill", lambda before: f"the kernel, since {before}")
+    server = supervise(engine=KILL_ITSELF.format(9), frontend=SLEEP)
+    await server.fails(r"\(Killed\) before the server was ready; the kernel, since 0$")
 
 
 @for_each(
@@ -352,99 +415,65 @@ def test_an_engine_for_which_as_many_wait_as_can_is_one(tmp_path: Path) -> None:
         assert supervisor._listens(path)
 
 
-async def test_a_frontend_that_can_not_start_ends_the_server(supervise: Any) -> None:
-    _, running = supervise(frontend="raise SystemExit(7)")
-    with pytest.raises(ServeError, match=r"frontend 0 \(pid \d+\) ended with exit code 7 before it was ready"):
-        await asyncio.wait_for(running, 30)
-
-
-async def test_who_is_killed_at_the_start_has_left_no_message(supervise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, running = supervise(frontend="import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(
-        ServeError, match=r"was killed by signal 9 \(Killed\) before it was ready; nobody here did that: "
-    ) as caught:
-        await asyncio.wait_for(running, 30)
-    assert "above" not in str(caught.value)
-    kills = iter(range(100))
-    monkeypatch.setattr(supervisor, "oom_kills", lambda: next(kills))
-    monkeypatch.setattr(supervisor, "describe_kill", lambda before: f"the kernel, since {before}")
-    _, running = supervise(engine="import os; os.kill(os.getpid(), 9)", frontend=SLEEP)
-    with pytest.raises(ServeError, match=r"\(Killed\) before the server was ready; the kernel, since 0$"):
-        await asyncio.wait_for(running, 30)
-    _, running = supervise(engine="import os; os.kill(os.getpid(), 7)", frontend=SLEEP)
-    with pytest.raises(
-        ServeError, match=r"\(Bus error\) before the server was ready; memory .*: /dev/shm, or the memory of the"
-    ):
-        await asyncio.wait_for(running, 30)
-
-
-async def test_an_engine_that_ends_ends_the_server(supervise: Any, eventually: Any) -> None:
-    server, running = supervise(frontends=2)
-    await eventually(lambda: all(ready.is_set() for ready in server._ready), 30)
+async def test_an_engine_that_ends_ends_the_server(serving: Any) -> None:
+    server = await serving(frontends=2)
     os.kill(server._engines[0].pid, signal.SIGKILL)
-    with pytest.raises(ServeError, match=r"the engine \(pid \d+\) was killed by signal 9 \(Killed\)$"):
-        await asyncio.wait_for(running, 30)
+    await server.fails(r"the engine \(pid \d+\) was killed by signal 9 \(Killed\)$")
 
 
 async def test_a_frontend_that_hangs_when_it_is_started_again_is_replaced(
-    supervise: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_FRONTEND_START_TIMEOUT_S", 0.5)
-    starts = tmp_path / "starts"
     frontend = (
-        f"import os, time\nwith open({str(starts)!r}, 'a') as file: file.write('x')\n"
-        f"if os.path.getsize({str(starts)!r}) != 2: {GET_READY}\n{SLEEP}"  # the second one hangs
+        "import os, time\nwith open('PLACE/starts', 'a') as file: file.write('x')\n"
+        f"if os.path.getsize('PLACE/starts') != 2: {GET_READY}\n{SLEEP}"  # the second one hangs
     )
-    server, running = supervise(frontend=frontend)
-    await eventually(lambda: server._ready[0].is_set(), 30)
+    server = await serving(frontend=frontend)
     os.kill(server._frontends[0].pid, signal.SIGKILL)
-    await eventually(lambda: starts.stat().st_size == 3, 30)
-    assert not running.done()
+    await eventually(lambda: (tmp_path / "starts").stat().st_size == 3, 30)
+    assert not server.running.done()
 
 
 @for_each(("ending", "level"), [("raise SystemExit(0)", "INFO"), ("raise SystemExit(3)", "WARNING")])
 async def test_only_an_end_that_nobody_asked_for_is_a_warning(
-    supervise: Any, eventually: Any, caplog: pytest.LogCaptureFixture, ending: str, level: str
+    serving: Any, eventually: Any, caplog: pytest.LogCaptureFixture, ending: str, level: str
 ) -> None:
     end = f"import signal\ndef end(*_): {ending}\nsignal.signal(signal.SIGUSR2, end)\n"
-    frontend = f"{LINK}{end}link.send(b'r'); time.sleep(600)"
     with caplog.at_level("INFO", "shmring.frontend.supervisor"):
-        server, running = supervise(frontend=frontend)
-        await eventually(lambda: server._ready[0].is_set(), 30)
+        server = await serving(frontend=f"{LINK}{end}link.send(b'r'); time.sleep(600)")
         victim = server._frontends[0]
         os.kill(victim.pid, signal.SIGUSR2)
         await eventually(lambda: server._frontends[0] is not victim, 30)
     assert [record.levelname for record in caplog.records if "starting another" in record.getMessage()] == [level]
     caplog.clear()
-    running.cancel()
-    await asyncio.wait([running])
+    server.running.cancel()
+    await asyncio.wait([server.running])
 
 
 async def test_a_frontend_that_replaces_another_has_time_to_say_that_it_does_not_reach_the_engine(
-    supervise: Any, eventually: Any, tmp_path: Path
+    serving: Any, eventually: Any, tmp_path: Path
 ) -> None:
     """It gives up before it is killed. The first one may wait for as long as the server may take to start."""
-    told = tmp_path / "told"
-    frontend = f"{LINK}{GET_ORDERS}link.send(b'r')\nwith open({str(told)!r}, 'a') as file: file.write(orders)\ntime.sleep(600)"
-    settings = dataclasses.replace(SETTINGS, connect_timeout_s=600.0)
-    server, _ = supervise(frontend=frontend, settings=settings)
+    frontend = f"{LINK}{GET_ORDERS}\nwith open('PLACE/told', 'a') as file: file.write(orders)\nlink.send(b'r'); time.sleep(600)"
+    server = await serving(frontend=frontend, frontend_settings={"connect_timeout_s": 600.0})
 
     def timeouts() -> list[float]:
-        lines = told.read_text().splitlines() if told.exists() else []
+        lines = (tmp_path / "told").read_text().splitlines()
         return [msgspec.json.decode(line)["settings"]["connect_timeout_s"] for line in lines]
 
-    await eventually(lambda: timeouts() == [600.0], 30)
-    await eventually(lambda: server._ready[0].is_set(), 30)
     os.kill(server._frontends[0].pid, signal.SIGKILL)
     await eventually(lambda: len(timeouts()) == 2, 30)
+    assert timeouts()[0] == 600.0
     assert timeouts()[1] < supervisor._FRONTEND_START_TIMEOUT_S
 
 
+@pytest.mark.parametrize("engines", [[EngineSettings(name="test")], ENGINES], ids=["one engine", "two engines"])
 async def test_it_says_that_it_is_ready_and_ends_at_a_signal(
-    supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str]
+    supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str], engines: list[EngineSettings]
 ) -> None:
     reading, writing = os.pipe()
-    server, running = supervise(frontends=2, ready_fd=writing)
+    server = supervise(engine=GET_READY, engines=engines, frontends=2, ready_fd=writing)
     output = ""
 
     def announced() -> bool:
@@ -454,14 +483,16 @@ async def test_it_says_that_it_is_ready_and_ends_at_a_signal(
 
     await eventually(announced, 30)
     address = server._listening.getsockname()
-    engine, *frontends = server.pids()
-    pids = f"(engine pid {engine}, frontend pids {frontends[0]} {frontends[1]})"
+    *engine_pids, first, second = server.pids()
     url = f"http://127.0.0.1:{address[1]}"
-    assert output == f"shmring: serving on {url} {pids}; {url}/status shows what it does\n"
+    named = f"engine pid{'s' * (len(engines) > 1)} {' '.join(map(str, engine_pids))}, frontend pids {first} {second}"
+    assert output == f"shmring: serving on {url} ({named}); {url}/status shows what it does\n"
+    titles = ["the engine"] if len(engines) == 1 else ["the engine test-0", "the engine test-1"]
+    assert [child.title for child in server._engines.values()] == titles
     with os.fdopen(reading) as word:  # which ends: nobody has the descriptor any more
-        assert msgspec.json.decode(word.read(), type=Serving) == Serving(f"http://127.0.0.1:{address[1]}", [engine], frontends)
+        assert msgspec.json.decode(word.read(), type=Serving) == Serving(url, engine_pids, [first, second])
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(running, 30)
+    await server.ended()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address)
 
@@ -469,11 +500,9 @@ async def test_it_says_that_it_is_ready_and_ends_at_a_signal(
 async def test_a_descriptor_that_can_not_be_written_to_is_one_clear_message(supervise: Any) -> None:
     reading, writing = os.pipe()
     os.close(writing)
-    _, running = supervise(ready_fd=reading)
-    with pytest.raises(
-        ServeError, match=rf"can't say on descriptor {reading} \(--ready-fd\) that the server is ready: Bad file"
-    ):
-        await asyncio.wait_for(running, 30)
+    await supervise(ready_fd=reading).fails(
+        rf"can't say on descriptor {reading} \(--ready-fd\) that the server is ready: Bad file"
+    )
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(reading)
 
@@ -483,7 +512,7 @@ async def test_a_program_that_does_not_read_that_it_is_ready_ends_no_server(
 ) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    _, running = supervise(ready_fd=writing)
+    server = supervise(ready_fd=writing)
     said = ""
 
     def told() -> bool:
@@ -492,46 +521,41 @@ async def test_a_program_that_does_not_read_that_it_is_ready_ends_no_server(
         return f"no program reads descriptor {writing} (--ready-fd)" in said
 
     await eventually(told, 30)
-    assert not running.done()
+    assert not server.running.done()
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(writing)
 
 
-async def test_it_stops_when_the_program_that_started_it_ends(supervise: Any, eventually: Any) -> None:
+async def test_it_stops_when_the_program_that_started_it_ends(serving: Any, eventually: Any) -> None:
     """SIGKILL closes the other end too; tests/frontend/demo/test_demo.py has that with real processes."""
     lifeline, other_end = socket.socketpair()
     with lifeline, other_end:
-        server, running = supervise(lifeline_fd=lifeline.fileno())
-        await eventually(lambda: server._ready[0].is_set(), 30)
+        server = await serving(lifeline_fd=lifeline.fileno())
         other_end.send(b"means nothing\n")
         await eventually(lambda: not select.select([lifeline], [], [], 0)[0])  # it was read
-        assert not running.done()
+        assert not server.running.done()
         assert not server._stop.told.is_set()
         other_end.close()
-        await asyncio.wait_for(running, 30)
+        await server.ended()
 
 
 async def test_it_stops_at_once_when_the_program_that_started_it_has_ended_already(supervise: Any) -> None:
     lifeline, other_end = socket.socketpair()
     other_end.close()
     with lifeline:
-        _, running = supervise(engine=GET_READY, lifeline_fd=lifeline.fileno())
-        await asyncio.wait_for(running, 30)
+        await supervise(engine=GET_READY, lifeline_fd=lifeline.fileno()).ended()
 
 
 async def test_a_standard_input_that_never_ends_is_one_clear_message(supervise: Any) -> None:
     lifeline_fd = os.open(os.devnull, os.O_RDONLY)
-    try:
-        server, running = supervise(lifeline_fd=lifeline_fd)
-        with pytest.raises(ServeError, match="standard input is no pipe, socket or terminal, as --stop-with-stdin needs"):
-            await asyncio.wait_for(running, 30)
-    finally:
-        os.close(lifeline_fd)
+    server = supervise(lifeline_fd=lifeline_fd)
+    await server.fails("standard input is no pipe, socket or terminal, as --stop-with-stdin needs")
+    os.close(lifeline_fd)
     assert server.pids() == []
 
 
 async def test_the_port_is_closed_before_requests_have_ended(
-    supervise: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    serving: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", -1.0)
     closing = (  # as frontends do
@@ -539,11 +563,8 @@ async def test_the_port_is_closed_before_requests_have_ended(
         "listen_fd = json.loads(orders)['settings']['listen_fd']\n"
         "signal.signal(signal.SIGTERM, lambda *_: os.close(listen_fd))\n"
     )
-    server, running = supervise(
-        frontend=LINK + GET_ORDERS + "\n" + closing + "link.send(b'r')\nwhile True: time.sleep(600)",
-        settings=with_shutdown_timeout(600.0),
-    )
-    await eventually(lambda: server._ready[0].is_set(), 30)
+    frontend = f"{LINK}{GET_ORDERS}\n{closing}link.send(b'r')\nwhile True: time.sleep(600)"
+    server = await serving(frontend=frontend, frontend_settings={"shutdown_timeout_s": 600.0})
     address = server._listening.getsockname()
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -554,18 +575,18 @@ async def test_the_port_is_closed_before_requests_have_ended(
     await eventually(is_refused)
     assert server._frontends[0].process.returncode is None
     os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(ServeError):
-        await asyncio.wait_for(running, 30)
+    await server.fails("told twice to stop")
+
+
+DEAF = f"{IGNORE_SIGTERM}open('PLACE/is-deaf', 'x'); {SLEEP}"
 
 
 async def test_a_second_signal_kills(
-    supervise: Any, eventually: Any, turns: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Any, eventually: Any, turns: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", 600.0)
-    deaf = tmp_path / "deaf"
-    engine = IGNORE_SIGTERM + f"open({str(deaf)!r}, 'x'); " + SLEEP
-    server, running = supervise(engine=engine, frontend=IGNORE_SIGTERM + GET_READY, settings=with_shutdown_timeout(600.0))
-    await eventually(lambda: server._ready[0].is_set() and deaf.exists(), 30)
+    server = await serving(engine=DEAF, frontend=IGNORE_SIGTERM + GET_READY, frontend_settings={"shutdown_timeout_s": 600.0})
+    await eventually((tmp_path / "is-deaf").exists, 30)
     os.kill(os.getpid(), signal.SIGTERM)
     await eventually(server._stop.told.is_set)
     os.kill(os.getpid(), signal.SIGTERM)  # as `timeout` and `tini -g` do: to a process, and then to its group
@@ -573,96 +594,86 @@ async def test_a_second_signal_kills(
     assert not server._stop.hurry.is_set()
     monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", -1.0)
     os.kill(os.getpid(), signal.SIGINT)
-    with pytest.raises(ServeError, match="told twice to stop"):
-        await asyncio.wait_for(running, 30)
-    assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-9, -9]
+    await server.fails("told twice to stop")
+    assert server.return_codes() == [-9, -9]
 
 
 async def test_who_does_not_end_is_killed_when_the_time_is_up(
-    supervise: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_FRONTENDS_GRACE_S", 0.2)
     monkeypatch.setattr(supervisor, "_ENGINES_GRACE_S", 0.2)
     monkeypatch.setattr(supervisor, "_FREEING_S_PER_GIB", 0.0)
-    deaf = tmp_path / "deaf"
-    engine = IGNORE_SIGTERM + f"open({str(deaf)!r}, 'x'); " + SLEEP
-    server, running = supervise(engine=engine, frontend=IGNORE_SIGTERM + GET_READY, settings=with_shutdown_timeout(0.0))
-    await eventually(lambda: server._ready[0].is_set() and deaf.exists(), 30)
+    server = await serving(engine=DEAF, frontend=IGNORE_SIGTERM + GET_READY, frontend_settings={"shutdown_timeout_s": 0.0})
+    await eventually((tmp_path / "is-deaf").exists, 30)
     started = asyncio.get_running_loop().time()
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(running, 30)
+    await server.ended()
     assert 0.4 <= asyncio.get_running_loop().time() - started < 10
-    assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-9, -9]
+    assert server.return_codes() == [-9, -9]
 
 
 async def test_an_engine_has_its_own_time_and_more_for_a_large_slab(
-    supervise: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_FRONTENDS_GRACE_S", 0.2)
     monkeypatch.setattr(supervisor, "_ENGINES_GRACE_S", 0.0)
     monkeypatch.setattr(supervisor, "_FREEING_S_PER_GIB", 20.0)
-    ready = tmp_path / "ready"
-    slow = (
-        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(7))); "
-        f"open({str(ready)!r}, 'x'); "
+    slow = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(7))); "
+    server = await serving(
+        engine=f"{slow}open('PLACE/is-slow', 'x'); {SLEEP}",
+        frontend=IGNORE_SIGTERM + GET_READY,
+        engines=[EngineSettings(name="test", ring=RingConfig(slab_nbytes="3GiB"))],
+        frontend_settings={"shutdown_timeout_s": 0.0},
     )
-    engines = [EngineSettings(name="test", ring=RingConfig(slab_nbytes="3GiB"))]
-    server, running = supervise(
-        engine=slow + SLEEP, frontend=IGNORE_SIGTERM + GET_READY, engines=engines, settings=with_shutdown_timeout(0.0)
-    )
-    await eventually(lambda: server._ready[0].is_set() and ready.exists(), 30)
+    await eventually((tmp_path / "is-slow").exists, 30)
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(running, 60)
-    assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-9, 7]
+    await asyncio.wait_for(server.running, 60)
+    assert server.return_codes() == [7, -9]
 
 
 @pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_during_the_start_is_heeded(supervise: Any, eventually: Any, number: signal.Signals) -> None:
-    server, running = supervise(frontend=SLEEP)
+    server = supervise(frontend=SLEEP)
     await eventually(lambda: len(server.pids()) == 2, 30)
     os.kill(os.getpid(), number)
-    await asyncio.wait_for(running, 30)
-    assert [child.process.returncode for child in (server._frontends[0], server._engines[0])] == [-15, -15]
+    await server.ended()
+    assert server.return_codes() == [-15, -15]
 
 
 @pytest.mark.usefixtures("hangups")
-async def test_a_hangup_that_is_ignored_stays_so(supervise: Any, eventually: Any, turns: Any) -> None:
+async def test_a_hangup_that_is_ignored_stays_so(serving: Any, turns: Any) -> None:
     """As ``nohup`` has it."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    server, running = supervise()
-    await eventually(lambda: server._ready[0].is_set(), 30)
+    server = await serving()
     os.kill(os.getpid(), signal.SIGHUP)
     await turns()
     assert not server._stop.told.is_set()
-    assert not running.done()
+    assert not server.running.done()
 
 
 # -- settings and states for children -----------------------------------------------------------------------------------
 
 
 async def test_settings_come_through_the_socket_and_not_where_others_can_read_them(
-    supervise: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHMRING_API_KEY", "a-secret")
     monkeypatch.setenv("SHMRING_ADMIN_KEY", "a-secret")
-    note = LINK + GET_ORDERS + "open({path!r}, 'w').write(orders); link.send(b'r'); time.sleep(600)"
-    paths = [tmp_path / "engine", tmp_path / "frontend"]
-    settings = dataclasses.replace(SETTINGS, shutdown_timeout_s=0.25, http=FrontendSettings(api_keys=("a-secret", "another")))
-    server, _ = supervise(
-        engine=note.format(path=str(paths[0])),
-        frontend=note.format(path=str(paths[1])),
-        settings=settings,
-        heartbeat_timeout_s=5.0,
+    note = LINK + GET_ORDERS + "open('PLACE/{}', 'w').write(orders); link.send(b'r'); time.sleep(600)"
+    settings = {"shutdown_timeout_s": 0.25, "http": FrontendSettings(api_keys=("a-secret", "another"))}
+    server = await serving(
+        engine=note.format("engine"), frontend=note.format("frontend"), frontend_settings=settings, heartbeat_timeout_s=5.0
     )
-    await eventually(lambda: server._ready[0].is_set() and server._engines[0].ready.is_set(), 30)
-    orders = msgspec.json.decode(paths[1].read_bytes(), type=Orders[ProcessSettings])
+    orders = msgspec.json.decode((tmp_path / "frontend").read_bytes(), type=Orders[ProcessSettings])
     assert orders.heartbeat_s == 0.5
-    assert dataclasses.replace(orders.settings, listen_fd=None, responses_fd=None, index=None) == settings
-    assert os.path.samestat(
-        os.stat(f"/proc/{server._frontends[0].pid}/fd/{orders.settings.listen_fd}"), os.fstat(server._listening.fileno())
-    )
-    assert msgspec.json.decode(paths[0].read_bytes(), type=Orders[EngineSettings]).settings == EngineSettings(name="test")
+    told = dataclasses.replace(orders.settings, listen_fd=None, responses_fd=None, index=None)
+    assert told == dataclasses.replace(SETTINGS, **settings)
+    fd = f"/proc/{server._frontends[0].pid}/fd/{orders.settings.listen_fd}"
+    assert os.path.samestat(os.stat(fd), os.fstat(server._listening.fileno()))
+    ordered = msgspec.json.decode((tmp_path / "engine").read_bytes(), type=Orders[EngineSettings])
+    assert ordered.settings == EngineSettings(name="test")
     for pid in server.pids():
         for name in ("cmdline", "environ"):
             assert b"a-secret" not in Path(f"/proc/{pid}/{name}").read_bytes()
@@ -682,28 +693,26 @@ async def test_children_import_nothing_from_the_working_directory(tmp_path: Path
 
 
 async def test_a_stopped_frontend_is_replaced_and_the_others_learn_its_state(
-    supervise: Any, eventually: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    serving: Any, eventually: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    messages_path = tmp_path / "said"
     listening = (
         LINK + "link.send(b'r'); link.settimeout(0.01)\n"
         "while True:\n"
         "    try: words = link.recv(65536)\n"
         "    except TimeoutError: words = b''\n"
         "    link.send(b'.')\n"
-        f"    with open({str(messages_path)!r} + str(os.getpid()), 'ab') as file: file.write(words)\n"
+        "    with open('PLACE/said' + str(os.getpid()), 'ab') as file: file.write(words)\n"
     )
-    server, running = supervise(engine=BEAT, frontend=listening, frontends=2, heartbeat_timeout_s=1.0)
+    server = await serving(engine=BEAT, frontend=listening, frontends=2, heartbeat_timeout_s=1.0)
 
     def heard_by(index: int) -> list[list[FrontendState]]:
-        path = Path(f"{messages_path}{server._frontends[index].pid}")
+        path = tmp_path / f"said{server._frontends[index].pid}"
         lines = path.read_bytes().splitlines() if path.exists() else []
         return [msgspec.json.decode(line, type=list[FrontendState]) for line in lines if line.startswith(b"[")]
 
     def states(index: int) -> list[str]:
         return [heard[index].state for heard in heard_by(1 - index) if len(heard) == 2]
 
-    await eventually(lambda: all(ready.is_set() for ready in server._ready), 30)
     await eventually(lambda: states(0)[-1:] == ["serving"], 30)
     stopped = server._frontends[0].pid
     os.kill(stopped, signal.SIGSTOP)
@@ -712,17 +721,14 @@ async def test_a_stopped_frontend_is_replaced_and_the_others_learn_its_state(
     assert changes[-3:] == ["unresponsive", "restarting", "serving"]
     assert heard_by(1)[-1][0].pid == server._frontends[0].pid != stopped
     assert f"frontend 0 (pid {stopped}) showed no sign of life for 1 s" in caplog.text
-    assert not running.done()
+    assert not server.running.done()
     assert not set(states(1)) - {"starting", "serving"}
 
 
-async def test_a_stopped_engine_ends_the_server(supervise: Any, eventually: Any) -> None:
-    server, running = supervise(engine=BEAT, frontend=BEAT, heartbeat_timeout_s=1.0)
-    await eventually(lambda: server._ready[0].is_set() and server._engines[0].ready.is_set(), 30)
+async def test_a_stopped_engine_ends_the_server(serving: Any) -> None:
+    server = await serving(engine=BEAT, frontend=BEAT, heartbeat_timeout_s=1.0)
     os.kill(server._engines[0].pid, signal.SIGSTOP)
-    expected = r"the engine \(pid \d+\) showed no sign of life for 1 s \(--heartbeat-timeout\) and was killed"
-    with pytest.raises(ServeError, match=expected):
-        await asyncio.wait_for(running, 30)
+    await server.fails(r"the engine \(pid \d+\) showed no sign of life for 1 s \(--heartbeat-timeout\) and was killed")
 
 
 async def test_a_process_that_is_not_ready_need_not_show_that_it_lives(start: Any) -> None:
@@ -737,78 +743,32 @@ async def test_a_process_that_is_not_ready_need_not_show_that_it_lives(start: An
     assert child.silent_heartbeats == 3
 
 
-async def test_heartbeats_that_were_not_waited_for_are_not_missed(supervise: Any, eventually: Any) -> None:
+async def test_heartbeats_that_were_not_waited_for_are_not_missed(serving: Any) -> None:
     """A supervisor that was stopped must not take the others for dead when it goes on."""
-    server, running = supervise(engine=BEAT, frontend=BEAT, heartbeat_timeout_s=0.5)
-    await eventually(lambda: server._ready[0].is_set() and server._engines[0].ready.is_set(), 30)
+    server = await serving(engine=BEAT, frontend=BEAT, heartbeat_timeout_s=0.5)
     time.sleep(1.0)  # the loop stands still for longer than anybody may be silent
     for _ in range(20):
         await asyncio.sleep(0)
-    assert max(child.silent_heartbeats for child in (server._engines[0], server._frontends[0])) <= 1
-    assert not running.done()
+    assert max(child.silent_heartbeats for child in server.children()) <= 1
+    assert not server.running.done()
 
 
 # -- several engines ----------------------------------------------------------------------------------------------------
 
-ENGINES = [EngineSettings(name=f"test-{rank}", data_parallel_size=2) for rank in range(2)]
 
-
-async def test_one_of_several_engines_that_ends_is_started_again_and_the_rest_goes_on(
-    supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [(signal.SIGKILL, {"engine": GET_READY}), (signal.SIGSTOP, {"engine": BEAT, "frontend": BEAT, "heartbeat_timeout_s": 1.0})],
+)
+async def test_one_of_several_engines_that_ends_or_hangs_is_replaced_and_the_rest_goes_on(
+    serving: Any, eventually: Any, number: signal.Signals, options: dict[str, Any]
 ) -> None:
-    server, running = supervise(engine=GET_READY, engines=ENGINES)
-    await eventually(lambda: "serving on" in capsys.readouterr().out, 30)
-    first, second, frontend = server.pids()
+    server = await serving(engines=ENGINES, **options)
+    others = server.children()[1:]
     for _ in range(2):
-        await _replaced(server, signal.SIGKILL, eventually)
-    assert first not in server.pids()
-    assert {second, frontend} <= set(server.pids())
-    assert not running.done()
-
-
-async def _replaced(server: Supervised, number: signal.Signals, eventually: Any) -> Child:
-    """Sends the first engine a signal, and waits until there is another one; returns what it was."""
-    victim = server._engines[0]
-    os.kill(victim.pid, number)
-    await eventually(lambda: server._engines[0] is not victim and server._engines[0].ready.is_set(), 30)
-    return victim
-
-
-async def test_the_engines_and_their_pids_are_named(
-    supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server, _ = supervise(engine=GET_READY, engines=ENGINES)
-    said = ""
-
-    def is_ready() -> bool:
-        nonlocal said
-        said += capsys.readouterr().out
-        return "serving on" in said
-
-    await eventually(is_ready, 30)
-    first, second, frontend = server.pids()
-    assert f"(engine pids {first} {second}, frontend pid {frontend})" in said
-    assert [child.title for child in server._engines.values()] == ["the engine test-0", "the engine test-1"]
-
-
-async def test_one_of_several_engines_that_was_never_ready_ends_everything(supervise: Any, tmp_path: Path) -> None:
-    one_fails = f"import os\ntry: os.mkdir({str(tmp_path / 'first')!r})\nexcept FileExistsError: raise SystemExit(3)\n"
-    _, running = supervise(engine=one_fails + GET_READY, engines=ENGINES)
-    with pytest.raises(ServeError, match=r"the engine test-. \(pid \d+\) ended with exit code 3 before the server was ready"):
-        await asyncio.wait_for(running, 30)
-
-
-async def test_a_server_is_not_ready_before_all_of_several_engines_are(supervise: Any) -> None:
-    _, running = supervise(engine=SLEEP, engines=ENGINES, start_timeout_s=0.5)
-    with pytest.raises(ServeError, match=r"the engine test-0 .* is still starting"):
-        await asyncio.wait_for(running, 30)
-
-
-async def test_one_of_several_engines_that_hangs_is_killed_and_replaced(supervise: Any, eventually: Any) -> None:
-    server, running = supervise(engine=BEAT, frontend=BEAT, engines=ENGINES, heartbeat_timeout_s=1.0)
-    await eventually(lambda: all(child.ready.is_set() for child in server._engines.values()) and len(server._engines) == 2, 30)
-    other = server._engines[1]
-    victim = await _replaced(server, signal.SIGSTOP, eventually)
-    assert "showed no sign of life" in victim.describe_end()
-    assert server._engines[1] is other
-    assert not running.done()
+        victim = server._engines[0]
+        os.kill(victim.pid, number)
+        await eventually(lambda victim=victim: server._engines[0] is not victim and server._engines[0].ready.is_set(), 30)
+        assert ("showed no sign of life" in victim.describe_end()) is (number == signal.SIGSTOP)
+    assert server.children()[1:] == others
+    assert not server.running.done()
