@@ -20,6 +20,18 @@ def open_memory(timeout_s: float = 60.0) -> DecodedMemory:
     return DecodedMemory(LIMIT, timeout_s)
 
 
+async def who_has_memory(*requests: Request) -> list[bool]:
+    """Of each, when all tasks have run until they wait for memory or for their end, and for nothing else."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return [request.has_memory for request in requests]
+
+
+async def end(*requests: Request) -> None:
+    for request in requests:
+        await request.end()
+
+
 class Request:
     """A request that takes memory in a task of its own and holds it until :meth:`end` or :meth:`cancel`."""
 
@@ -48,56 +60,38 @@ class Request:
             await self.task
 
 
-async def settle() -> None:
-    """Lets all tasks run until each of them waits: they wait for memory or for their end, and nothing else."""
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 async def test_what_does_not_fit_waits_and_nobody_overtakes_it() -> None:
     memory = open_memory()
     first, second, third = (Request(memory, nbytes) for nbytes in (200, 150, 50))
-    await settle()
-    assert [request.has_memory for request in (first, second, third)] == [True, False, False]
+    assert await who_has_memory(first, second, third) == [True, False, False]
     assert memory.nbytes == 200
-    await first.end()
-    await settle()
-    assert [request.has_memory for request in (second, third)] == [True, True]
-    await second.end()
-    await third.end()
+    await end(first)
+    assert await who_has_memory(second, third) == [True, True]
+    await end(second, third)
     assert memory.nbytes == 0
 
 
 async def test_a_request_larger_than_everything_is_decoded_alone() -> None:
     memory = open_memory()
-    small, large = Request(memory, 1), Request(memory, 10 * LIMIT)
-    await settle()
-    assert not large.has_memory
-    await small.end()
-    await settle()
-    assert large.has_memory
-    behind = Request(memory, 1)
-    await settle()
-    assert not behind.has_memory
-    await large.end()
-    await behind.end()
+    small, large, behind = Request(memory, 1), Request(memory, 10 * LIMIT), Request(memory, 1)
+    assert await who_has_memory(small, large, behind) == [True, False, False]
+    await end(small)
+    assert await who_has_memory(large, behind) == [True, False]
+    await end(large, behind)
 
 
 async def test_what_is_decoded_quickly_does_not_wait_for_what_is_not() -> None:
     memory = open_memory()
     slow = [Request(memory, 150) for _ in range(4)]
     quick = [Request(memory, 40, is_quick=True) for _ in range(3)]
-    await settle()
-    assert [request.has_memory for request in slow] == [True, True, False, False]
-    assert [request.has_memory for request in quick] == [True, True, False]
-    for request in slow + quick:
-        await request.end()
+    assert await who_has_memory(*slow, *quick) == [True, True, False, False, True, True, False]
+    await end(*slow, *quick)
 
 
 async def test_memory_that_does_not_come_free_is_a_503() -> None:
     memory = open_memory(timeout_s=0.01)
     holder = Request(memory, 300)
-    await settle()
+    await who_has_memory()
     with pytest.raises(ApiError, match=r"no memory for 7 bytes of decoded media came free within 0\.01 s") as raised:
         async with memory.take(7, is_quick=False):
             raise AssertionError("there was no room")
@@ -109,13 +103,10 @@ async def test_memory_that_does_not_come_free_is_a_503() -> None:
 async def test_a_cancelled_waiter_takes_nothing_and_lets_the_next_one_go() -> None:
     memory = open_memory()
     holder, large, small = Request(memory, 200), Request(memory, 300), Request(memory, 100)
-    await settle()
-    assert not small.has_memory
+    assert await who_has_memory(holder, large, small) == [True, False, False]
     await large.cancel()
-    await settle()
-    assert small.has_memory
-    await holder.end()
-    await small.end()
+    assert await who_has_memory(small) == [True]
+    await end(holder, small)
     assert memory.nbytes == 0
 
 
@@ -126,14 +117,14 @@ async def test_a_waiter_that_is_cancelled_when_its_turn_comes_gives_it_back(hold
     async with AsyncExitStack() as holder:
         await holder.enter_async_context(memory.take(300, is_quick=False))
         waiting, behind = Request(memory, 300), Request(memory, 300)
-        await settle()
+        await who_has_memory()
         if holder_ends_first:
             await holder.aclose()
             waiting.task.cancel()
         else:
             waiting.task.cancel()
             await holder.aclose()
-        await settle()
+        await who_has_memory()
     assert waiting.task.cancelled()
     assert behind.has_memory
     await behind.end()
@@ -165,13 +156,13 @@ def test_the_bound_holds_and_everybody_gets_memory_in_the_end(steps: list[tuple[
                 elif request.has_memory:
                     requests.remove(request)
                     await request.end()
-            await settle()
+            await who_has_memory()
             check(memory, requests)
         while requests:
             request = next(request for request in requests if request.has_memory)
             requests.remove(request)
             await request.end()
-            await settle()
+            await who_has_memory()
         assert memory.nbytes == 0
 
     def check(memory: DecodedMemory, requests: list[Request]) -> None:

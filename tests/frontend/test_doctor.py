@@ -40,25 +40,21 @@ def test_this_machine_passes_and_the_self_test_is_timed() -> None:
     assert checks["torch"].finding.startswith("2.")
 
 
+def doctored(*arguments: str) -> tuple[int, dict[str, Check], str]:
+    """The exit code of the command, its checks by name, and what it says beside them."""
+    result = CliRunner().invoke(main, ["doctor", "--json", *arguments])
+    return result.exit_code, {each.name: each for each in msgspec.json.decode(result.stdout, type=list[Check])}, result.stderr
+
+
 def test_the_command_prints_json_and_fails_for_a_problem() -> None:
-    result = CliRunner().invoke(main, ["doctor", "--json", "--slab-nbytes=4000GiB"])
-    assert result.exit_code == 1
-    checks = {check.name: check for check in msgspec.json.decode(result.stdout, type=list[Check])}
-    assert checks["memory"].status == "problem"
+    exit_code, checks, _ = doctored("--slab-nbytes=4000GiB")
+    assert (exit_code, checks["memory"].status, checks["self-test"].status) == (1, "problem", "ok")
     assert "--shm-size" in checks["/dev/shm space"].advice
-    assert checks["self-test"].status == "ok"
 
 
 def test_several_engines_need_room_for_their_slabs_together() -> None:
-    one, four = (
-        CliRunner().invoke(main, ["doctor", "--json", "--slab-nbytes=8MiB", *more]) for more in ([], ["--data-parallel-size=4"])
-    )
-    spaces = []
-    for result in (one, four):
-        checks = {check.name: check for check in msgspec.json.decode(result.stdout, type=list[Check])}
-        spaces.append(checks["/dev/shm space"].finding)
-    assert "slabs take 8 MiB" in spaces[0]
-    assert "slabs take 32 MiB" in spaces[1]
+    for nbytes, more in (("8 MiB", []), ("32 MiB", ["--data-parallel-size=4"])):
+        assert f"slabs take {nbytes}" in doctored("--slab-nbytes=8MiB", *more)[1]["/dev/shm space"].finding
 
 
 def test_the_command_refuses_what_is_no_size() -> None:
@@ -86,12 +82,8 @@ def test_a_problem_is_what_decides() -> None:
 @for_each(
     ("release", "status"),
     [
-        ("6.18.44-fc", "ok"),
-        ("5.10.0-21-amd64", "ok"),
-        ("5.3.0", "ok"),
-        ("5.2.21", "problem"),
-        ("4.19", "problem"),
-        ("?", "problem"),
+        *((release, "ok") for release in ("6.18.44-fc", "5.10.0-21-amd64", "5.3.0")),
+        *((release, "problem") for release in ("5.2.21", "4.19", "?")),
     ],
 )
 def test_kernels(release: str, status: str) -> None:
@@ -115,20 +107,22 @@ def test_mounts(mounts: str, status: str, finding: str) -> None:
     assert (check.status, check.finding) == (status, finding)
 
 
-def test_with_docker_s_64_mb_the_slab_goes_to_a_memfd() -> None:
-    check = doctor.check_shm_space(filesystem(16384, 16384), GIB)
-    assert check.status == "ok"
-    assert check.finding == f"64 MiB of 64 MiB are free; slabs take 1 GiB; {doctor._IN_A_MEMFD}"
-    assert "--shm-size" in check.advice
-
-
-def test_a_full_tmpfs_and_a_small_one_have_different_messages() -> None:
-    full = doctor.check_shm_space(filesystem(GIB // 4096, 10), GIB)
-    assert full.status == "ok"
-    assert "remove what fills /dev/shm" in full.advice
-    assert doctor.check_shm_space(filesystem(GIB // 4096, GIB // 4096), GIB).status == "ok"
-    assert doctor.check_shm_space(filesystem(0, 0), GIB).finding == "not limited"
-    assert doctor.check_shm_space(None, GIB).status == "warning"
+@for_each(
+    ("space", "status", "finding", "advice"),
+    [
+        (filesystem(16384, 16384), "ok", f"64 MiB of 64 MiB are free; slabs take 1 GiB; {doctor._IN_A_MEMFD}", "--shm-size"),
+        (filesystem(GIB // 4096, 10), "ok", "", "remove what fills /dev/shm"),
+        (filesystem(GIB // 4096, GIB // 4096), "ok", "", ""),
+        (filesystem(0, 0), "ok", "not limited", ""),
+        (None, "warning", "", ""),
+    ],
+    ids=["docker's 64 MB", "full", "large enough", "without a limit", "unknown"],
+)
+def test_space_in_shared_memory(space: os.statvfs_result | None, status: str, finding: str, advice: str) -> None:
+    check = doctor.check_shm_space(space, GIB)
+    assert check.status == status
+    assert finding in (check.finding, "")
+    assert advice in check.advice
 
 
 @for_each(("files", "free", "status"), [(1000, 900, "ok"), (1000, 3, "warning"), (0, 0, "ok")])
@@ -138,17 +132,12 @@ def test_inodes(files: int, free: int, status: str) -> None:
 
 @for_each(("available_kib", "status"), [(8 << 20, "ok"), (1500 << 10, "warning"), (1 << 19, "problem")])
 def test_memory(available_kib: int, status: str) -> None:
-    meminfo = (
-        f"MemTotal:       16777216 kB\nMemFree:         1 kB\nMemAvailable:   {available_kib} kB\nHugePages_Total:       0\n"
-    )
+    meminfo = f"MemTotal:       16777216 kB\nMemFree:         1 kB\nMemAvailable:   {available_kib} kB\nHugePages_Total:   0\n"
     check = memory_checks.check_memory(meminfo, GIB)
     assert check.status == status
     assert "of 16 GiB are available" in check.finding
     assert bool(check.advice) == (status != "ok")
-
-
-def test_memory_that_can_not_be_seen() -> None:
-    assert memory_checks.check_memory("", GIB).status == "warning"
+    assert memory_checks.check_memory("", GIB).status == "warning", "it can't be seen"
 
 
 def write(path: Path, text: str) -> Path:
@@ -158,18 +147,18 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_the_smallest_limit_of_all_groups_above_us_counts(tmp_path: Path) -> None:
-    membership = write(tmp_path / "cgroup", "0::/pod/container\n")
+    membership = write(tmp_path / "cgroup", "0::/pod/container/init\n")
     root = tmp_path / "fs"
     write(root / "memory.max", "1\n").rename(tmp_path / "memory.max")  # beyond the root, nothing is looked at
-    write(root / "pod" / "memory.max", f"{GIB // 2}\n")
-    write(root / "pod" / "container" / "memory.max", "max\n")
-    check = memory_checks.check_cgroup(membership, root, GIB)
-    assert (check.status, check.finding) == ("problem", f"limited to 512 MiB by {root}/pod/memory.max; slabs take 1 GiB")
+    write(root / "pod" / "container" / "memory.max", f"{8 * GIB}\n")
+    write(root / "pod" / "container" / "init" / "memory.max", "max\n")
+    for nbytes, status in ((4 * GIB, "ok"), (GIB + (GIB >> 1), "warning"), (GIB // 2, "problem")):
+        write(root / "pod" / "memory.max", f"{nbytes}\n")
+        check = memory_checks.check_cgroup(membership, root, GIB)
+        assert check.status == status
+    assert check.finding == f"limited to 512 MiB by {root}/pod/memory.max; slabs take 1 GiB"
     assert "--memory=" in check.advice
-    write(root / "pod" / "memory.max", f"{GIB + (GIB >> 1)}\n")
-    assert memory_checks.check_cgroup(membership, root, GIB).status == "warning"
-    write(root / "pod" / "memory.max", f"{4 * GIB}\n")
-    assert memory_checks.check_cgroup(membership, root, GIB).status == "ok"
+    assert memory_checks.check_cgroup(tmp_path / "none", tmp_path, GIB).status == "ok", "there are no groups"
 
 
 def test_control_groups_of_version_1(tmp_path: Path) -> None:
@@ -197,10 +186,6 @@ def test_processes_that_the_kernel_killed_for_lack_of_memory(tmp_path: Path) -> 
     assert f"of which {limit} allows 1 GiB; raise that" in memory_checks.describe_kill(2, membership, root)
 
 
-def test_no_control_groups(tmp_path: Path) -> None:
-    assert memory_checks.check_cgroup(tmp_path / "none", tmp_path, GIB).status == "ok"
-
-
 @for_each("can_be_had", [False, True])
 def test_huge_pages_are_never_a_problem(can_be_had: bool) -> None:
     check = doctor.check_huge_pages(can_be_had)
@@ -222,8 +207,7 @@ def test_locked_memory_matters_with_a_gpu(limit: int, cuda: bool, status: str) -
 @for_each(("limit", "status"), [(64, "problem"), (256, "warning"), (1024, "ok"), (resource.RLIM_INFINITY, "ok")])
 def test_open_files(limit: int, status: str) -> None:
     check = doctor.check_open_files(limit)
-    assert check.status == status
-    assert ("ulimit -n" in check.advice) == (status != "ok")
+    assert (check.status, "ulimit -n" in check.advice) == (status, status != "ok")
 
 
 # -- what frontends and engine know each other by -----------------------------------------------------------------------
@@ -260,16 +244,12 @@ def test_descriptors_that_do_not_arrive_are_a_problem(monkeypatch: pytest.Monkey
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_directory_of_ours_is_safe(tmp_path: Path) -> None:
+def test_a_directory_of_ours_is_safe_and_one_that_others_can_write_to_is_not(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    assert doctor.check_socket_directory(tmp_path) == Check(
-        "socket directory", "ok", f"{tmp_path} (mode 0700, uid {os.getuid()})"
-    )
+    finding = f"{tmp_path} (mode 0700, uid {os.getuid()})"
+    assert doctor.check_socket_directory(tmp_path) == Check("socket directory", "ok", finding)
     tmp_path.chmod(0o755)
     assert doctor.check_socket_directory(tmp_path).status == "ok"
-
-
-def test_a_directory_that_others_can_write_to_is_not(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     check = doctor.check_socket_directory(tmp_path)
     assert check.status == "problem"
@@ -322,11 +302,9 @@ def test_sockets_of_dead_engines_are_told_from_those_of_living_ones(tmp_path: Pa
     check = doctor.check_left_names(directory)
     assert (check.status, check.finding) == ("warning", f"of dead in {directory}")
     assert (directory / "dead.lock").exists(), "it only looks"
-    result = CliRunner().invoke(main, ["doctor", "--sweep", "--json", "--slab-nbytes=8MiB", f"--socket-dir={directory}"])
-    assert result.exit_code == 0, result.output
-    assert "removed dead" in result.stderr
-    checks = {check.name: check for check in msgspec.json.decode(result.stdout, type=list[Check])}
-    assert checks["left sockets"].status == "ok"
+    exit_code, checks, said = doctored("--sweep", "--slab-nbytes=8MiB", f"--socket-dir={directory}")
+    assert (exit_code, checks["left sockets"].status) == (0, "ok"), checks
+    assert "removed dead" in said
     assert sorted(os.listdir(directory)) == ["living.lock", "living.sock"]
     living.close()
 
@@ -334,20 +312,17 @@ def test_sockets_of_dead_engines_are_told_from_those_of_living_ones(tmp_path: Pa
 # -- what is installed --------------------------------------------------------------------------------------------------
 
 
-def test_packages() -> None:
-    assert doctor.check_package("msgspec").finding == __import__("msgspec").__version__
+def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_package("msgspec").finding == msgspec.__version__
     missing = doctor.check_package("a-package-that-is-not")
     assert (missing.status, missing.advice) == ("problem", "pip install a-package-that-is-not")
 
-
-def test_a_missing_decoder_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_nothing(name: str) -> Any:
         raise doctor.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(doctor.metadata, "version", find_nothing)
-    assert doctor.check_package("av").status == "warning"
-    assert doctor.check_package("numpy").status == "problem"
-    assert doctor.check_package("shmring").status == "ok"  # it runs, so it is here
+    found = [doctor.check_package(name).status for name in ("av", "numpy", "shmring")]
+    assert found == ["warning", "problem", "ok"], "a decoder can be done without, and shmring runs, so it is here"
 
 
 def test_a_machine_on_which_nothing_works_is_a_row_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,18 +23,11 @@ HANGING = FrontendState(1, 8, "unresponsive", 0)
 @for_each(
     ("engines", "frontends", "alive"),
     [
-        (["running"], [SERVING], True),
-        (["running"], [HANGING], True),
-        (["unresponsive"], [SERVING], True),
-        (["running"], [SERVING, STARTING], True),
-        (["stuck", "running"], [SERVING], True),
-        (["restarting", "running"], [SERVING], True),
+        *((["running"], frontends, True) for frontends in ([SERVING], [HANGING], [SERVING, STARTING])),
+        *((engines, [SERVING], True) for engines in (["unresponsive"], ["stuck", "running"], ["restarting", "running"])),
+        *((engines, [SERVING], False) for engines in (["stuck"], ["restarting"], ["stuck", "restarting"])),
+        *((["running"], frontends, False) for frontends in ([STARTING], [])),
         (["starting"], [STARTING], False),
-        (["running"], [STARTING], False),
-        (["running"], [], False),
-        (["stuck"], [SERVING], False),
-        (["restarting"], [SERVING], False),
-        (["stuck", "restarting"], [SERVING], False),
     ],
 )
 def test_only_what_a_restart_would_help_is_no_life(

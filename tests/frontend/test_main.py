@@ -117,7 +117,6 @@ async def test_a_port_in_use_is_a_clear_line(start: Start, open_engine: Any) -> 
     assert "can't listen on 127.0.0.1 port" in errors
     assert "Address already in use" in errors
     assert "Traceback" not in errors
-    assert "Traceback" not in errors
 
 
 async def test_it_waits_for_an_engine_that_is_late(start: Start, open_engine: Any, eventually: Any) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from shmring.engine.logs import ACCESS
-from shmring.frontend.metrics import FrontendMetrics, HttpStatistics
+from shmring.frontend.metrics import FrontendMetrics
 from shmring.frontend.observation import Observation, request_id_of
+from tests.tables import for_each
 
 
 class Exchange:
@@ -42,8 +43,8 @@ def value(metrics: FrontendMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
 
 
-async def observe(metrics: FrontendMetrics, app: Any, exchange: Exchange) -> None:
-    await Observation(app, metrics.http, lambda headers: [(b"asked", value) for _, value in headers])(
+async def observe(metrics: FrontendMetrics, app: Any, exchange: Exchange, **options: Any) -> None:
+    await Observation(app, metrics.http, lambda headers: [(b"asked", value) for _, value in headers], **options)(
         exchange.scope, exchange.receive, exchange.send
     )
 
@@ -64,26 +65,21 @@ async def test_a_request_is_counted_timed_and_named() -> None:
     assert value(metrics, "shmring_http_aborted_total") == 0
 
 
-async def test_a_request_without_an_answer_hung_up() -> None:
-    metrics, exchange = FrontendMetrics(["test"]), Exchange()
-
-    async def leave(scope: Any, receive: Any, send: Any) -> None:
-        return
-
-    await observe(metrics, leave, exchange)
-    assert count(metrics, 499) == 1
-    assert value(metrics, "shmring_http_aborted_total") == 1
+async def leave_at_once(scope: Any, receive: Any, send: Any) -> None:
+    return
 
 
-async def test_an_answer_that_is_not_complete_hung_up() -> None:
-    metrics, exchange = FrontendMetrics(["test"]), Exchange()
+async def leave_within(scope: Any, receive: Any, send: Any) -> None:
+    scope["state"]["caller"] = "alice"  # as authentication does
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"so far", "more_body": True})
 
-    async def leave(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"so far", "more_body": True})
 
-    await observe(metrics, leave, exchange)
-    assert count(metrics, 200) == 1
+@for_each(("app", "status"), [(leave_at_once, 499), (leave_within, 200)])
+async def test_who_has_no_whole_answer_hung_up(app: Any, status: int) -> None:
+    metrics = FrontendMetrics(["test"])
+    await observe(metrics, app, Exchange())
+    assert count(metrics, status) == 1
     assert value(metrics, "shmring_http_aborted_total") == 1
 
 
@@ -99,18 +95,28 @@ async def test_a_bug_is_counted_and_comes_through() -> None:
     assert value(metrics, "shmring_http_in_flight") == 0
 
 
-async def test_requests_that_wait_at_a_shutdown_get_an_answer() -> None:
-    metrics, exchange = FrontendMetrics(["test"]), Exchange([(b"origin", b"https://chat.example.org")])
+async def cancelled(
+    metrics: FrontendMetrics, exchange: Exchange, content_type: bytes | None = None, **options: Any
+) -> asyncio.Task[None]:
+    """What becomes of a request that is cancelled while it waits: before its answer, or within one of this type."""
     entered = asyncio.Event()
 
     async def wait(scope: Any, receive: Any, send: Any) -> None:
+        if content_type is not None:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]})
         entered.set()
         await asyncio.Event().wait()
 
-    task = asyncio.create_task(observe(metrics, wait, exchange))
+    task = asyncio.create_task(observe(metrics, wait, exchange, **options))
     await entered.wait()
     task.cancel()
-    await task
+    await asyncio.wait([task])
+    return task
+
+
+async def test_requests_that_wait_at_a_shutdown_get_an_answer() -> None:
+    metrics, exchange = FrontendMetrics(["test"]), Exchange([(b"origin", b"https://chat.example.org")])
+    (await cancelled(metrics, exchange)).result()
     assert exchange.sent[0]["status"] == 503
     assert (b"retry-after", b"1") in exchange.sent[0]["headers"]
     assert (b"asked", b"https://chat.example.org") in exchange.sent[0]["headers"]  # else a browser shows nothing of it
@@ -120,36 +126,14 @@ async def test_requests_that_wait_at_a_shutdown_get_an_answer() -> None:
 
 
 async def test_a_shutdown_during_an_answer_breaks_it_off() -> None:
-    metrics, exchange = FrontendMetrics(["test"]), Exchange()
-    entered = asyncio.Event()
-
-    async def stream(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        entered.set()
-        await asyncio.Event().wait()
-
-    task = asyncio.create_task(observe(metrics, stream, exchange))
-    await entered.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    exchange = Exchange()
+    assert (await cancelled(FrontendMetrics(["test"]), exchange, b"application/json")).cancelled()
     assert len(exchange.sent) == 1
 
 
 async def test_a_shutdown_during_a_stream_is_its_last_event() -> None:
     metrics, exchange = FrontendMetrics(["test"]), Exchange()
-    entered = asyncio.Event()
-
-    async def stream(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        entered.set()
-        await asyncio.Event().wait()
-
-    task = asyncio.create_task(observe(metrics, stream, exchange))
-    await entered.wait()
-    task.cancel()
-    await task
+    (await cancelled(metrics, exchange, b"text/event-stream; charset=utf-8")).result()
     _, last = exchange.sent
     assert last["body"].startswith(b'data: {"error":')
     assert b'"code":"shutting_down"' in last["body"]
@@ -160,18 +144,7 @@ async def test_a_shutdown_during_a_stream_is_its_last_event() -> None:
 async def test_a_server_may_cancel_requests_whose_callers_have_gone() -> None:
     """Then there is nobody to be told, and it is no failure of the server."""
     metrics, exchange = FrontendMetrics(["test"]), Exchange()
-    entered = asyncio.Event()
-
-    async def wait(scope: Any, receive: Any, send: Any) -> None:
-        entered.set()
-        await asyncio.Event().wait()
-
-    observation = Observation(wait, metrics.http, lambda headers: [], cancels_for_callers=True)
-    task = asyncio.ensure_future(observation(exchange.scope, exchange.receive, exchange.send))
-    await entered.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    assert (await cancelled(metrics, exchange, cancels_for_callers=True)).cancelled()
     assert exchange.sent == []
     assert count(metrics, 499) == 1
     assert value(metrics, "shmring_http_aborted_total") == 1
@@ -179,42 +152,28 @@ async def test_a_server_may_cancel_requests_whose_callers_have_gone() -> None:
     assert value(metrics, "shmring_request_failure_total", route="/a/route", reason="shutting_down") is None
 
 
-async def test_an_access_is_a_line_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
+@for_each(
+    ("app", "asked", "line", "parts"),
+    [
+        (answer, ("POST", "/a/route"), r"- POST /a/route 204", {"method": "POST", "path": "/a/route", "status": 204}),
+        (leave_within, ("POST", "/a/route"), r"alice POST /a/route 499", {"caller": "alice", "status": 499}),
+        (answer, ("GET", "/\n2026 ERROR engine: dead"), r"- GET /\\n2026 ERROR engine: dead 204", {}),
+    ],
+    ids=["a request", "a caller who has gone", "a path that looks like a line"],
+)
+async def test_an_access_is_a_line_with_its_request(
+    caplog: pytest.LogCaptureFixture, app: Any, asked: tuple[str, str], line: str, parts: dict[str, Any]
+) -> None:
     caplog.set_level(logging.INFO, logger=ACCESS)
+    caplog.clear()
     for access_log in (False, True):
         exchange = Exchange([(b"x-request-id", b"mine")])
-        exchange.scope |= {"method": "POST", "path": "/a/route", "client": ("127.0.0.1", 4711), "query_string": b"key=secret"}
-        observation = Observation(answer, HttpStatistics(), lambda _: [], access_log=access_log)
-        await observation(exchange.scope, exchange.receive, exchange.send)
+        exchange.scope |= {"method": asked[0], "path": asked[1], "client": ("127.0.0.1", 4711), "query_string": b"key=secret"}
+        await observe(FrontendMetrics(["test"]), app, exchange, access_log=access_log)
     [record] = caplog.records
-    assert re.fullmatch(r"127\.0\.0\.1:4711 - POST /a/route 204 \d\.\d{4} s", record.getMessage())
+    assert re.fullmatch(rf"127\.0\.0\.1:4711 {line} \d\.\d{{4}} s", record.getMessage())
     assert record.request_id == "mine"
-    assert {"method": "POST", "path": "/a/route", "status": 204}.items() <= record.parts.items()
-
-
-async def test_an_access_names_the_owner_of_its_key_and_says_that_its_caller_has_gone(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger=ACCESS)
-
-    async def leave(scope: Any, receive: Any, send: Any) -> None:
-        scope["state"]["caller"] = "alice"  # as authentication does
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"so far", "more_body": True})
-
-    exchange = Exchange()
-    exchange.scope |= {"method": "POST", "path": "/a/route", "client": ("127.0.0.1", 4711)}
-    await Observation(leave, HttpStatistics(), lambda _: [], access_log=True)(exchange.scope, exchange.receive, exchange.send)
-    [record] = caplog.records
-    assert re.fullmatch(r"127\.0\.0\.1:4711 alice POST /a/route 499 \d\.\d{4} s", record.getMessage())
-    assert {"caller": "alice", "status": 499}.items() <= record.parts.items()
-
-
-async def test_a_path_makes_no_line_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger=ACCESS)
-    exchange = Exchange()
-    exchange.scope |= {"method": "GET", "path": "/\n2026 ERROR engine: it is dead", "client": ("127.0.0.1", 4711)}
-    await Observation(answer, HttpStatistics(), lambda _: [], access_log=True)(exchange.scope, exchange.receive, exchange.send)
-    [record] = caplog.records
-    assert r"GET /\n2026 ERROR engine: it is dead 204" in record.getMessage()
+    assert parts.items() <= record.parts.items()
 
 
 async def test_what_is_no_request_passes_through() -> None:

@@ -118,10 +118,23 @@ async def open_server(eventually: Any) -> AsyncIterator[OpenServer]:
         yield start_server
 
 
-async def test_what_runs_may_end(open_server: OpenServer, eventually: Any) -> None:
-    server, application, client = await open_server(600)
-    requests = [asyncio.create_task(client.get(path)) for path in ("/slow", "/stream")]
-    await eventually(lambda: application.in_flight == 2)
+@pytest.fixture
+def open_busy(open_server: OpenServer, eventually: Any) -> Callable[..., Awaitable[Any]]:
+    """``await open_busy(shutdown_timeout_s, "/slow")``: a server, its application, and requests that are in flight there."""
+
+    async def open_it(
+        shutdown_timeout_s: float, *paths: str
+    ) -> tuple[Server, Application, httpx.AsyncClient, list[asyncio.Task[httpx.Response]]]:
+        server, application, client = await open_server(shutdown_timeout_s)
+        requests = [asyncio.create_task(client.get(path)) for path in paths]
+        await eventually(lambda: application.in_flight == len(paths))
+        return server, application, client, requests
+
+    return open_it
+
+
+async def test_what_runs_may_end(open_busy: Any) -> None:
+    server, application, client, requests = await open_busy(600, "/slow", "/stream")
     assert not application.told_of_shutdown
     server.stop()
     assert application.told_of_shutdown
@@ -144,41 +157,35 @@ async def test_what_runs_may_end(open_server: OpenServer, eventually: Any) -> No
 
 
 @pytest.mark.parametrize("shutdown_timeout_s", [0, 0.05])
-async def test_what_does_not_end_is_cancelled_and_can_say_so(
-    open_server: OpenServer, eventually: Any, shutdown_timeout_s: float
-) -> None:
-    server, application, client = await open_server(shutdown_timeout_s)
-    requests = [asyncio.create_task(client.get(path)) for path in ("/slow", "/stream")]
-    await eventually(lambda: application.in_flight == 2)
+async def test_what_does_not_end_is_cancelled_and_can_say_so(open_busy: Any, shutdown_timeout_s: float) -> None:
+    server, _, _, requests = await open_busy(shutdown_timeout_s, "/slow", "/stream")
     server.stop()
     slow, stream = await asyncio.wait_for(asyncio.gather(*requests), 30)
     assert (slow.status_code, stream.text) == (503, "first cancelled")
 
 
-async def test_two_signals_at_once_count_as_a_single_one(open_server: OpenServer, eventually: Any) -> None:
+async def test_two_signals_at_once_count_as_a_single_one(open_busy: Any) -> None:
     """`timeout` and `tini -g` signal a process and then its group."""
-    server, application, client = await open_server(600)
-    request = asyncio.create_task(client.get("/slow"))
-    await eventually(lambda: application.in_flight == 1)
+    server, application, _, requests = await open_busy(600, "/slow")
     server.stop()
     server.stop()
     assert not server.force_exit
     application.may_answer.set()
-    assert (await asyncio.wait_for(request, 30)).text == "done"
+    assert (await asyncio.wait_for(requests[0], 30)).text == "done"
 
 
-async def test_draining_twice_is_no_hurry(open_server: OpenServer, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_draining_twice_is_no_hurry_and_after_a_second_signal_it_waits_no_longer(
+    open_busy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", -1.0)
-    server, application, client = await open_server(600)
-    request = asyncio.create_task(client.get("/slow"))
-    await eventually(lambda: application.in_flight == 1)
+    server, application, _, requests = await open_busy(600, "/slow")
     server.drain()
     server.drain()
     assert not application.told_of_shutdown, "the server goes on"
     server.stop()  # for the whole server; the first of its kind
     assert not server.force_exit
-    application.may_answer.set()
-    assert (await asyncio.wait_for(request, 30)).text == "done"
+    server.stop()
+    assert (await asyncio.wait_for(requests[0], 30)).status_code == 503
 
 
 @pytest.mark.both_loops
@@ -220,19 +227,6 @@ async def test_it_goes_on_listening_for_a_while(open_server: OpenServer, monkeyp
     monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", -1.0)
     server.stop()
     assert server.should_exit
-
-
-async def test_after_a_second_signal_it_waits_no_longer(
-    open_server: OpenServer, eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", -1.0)
-    server, application, client = await open_server(600)
-    request = asyncio.create_task(client.get("/slow"))
-    await eventually(lambda: application.in_flight == 1)
-    server.stop()
-    assert not server.force_exit
-    server.stop()
-    assert (await asyncio.wait_for(request, 30)).status_code == 503
 
 
 # -- where it listens ---------------------------------------------------------------------------------------------------

@@ -42,8 +42,12 @@ def shown(snapshot: shmring.RingSnapshot, before: shmring.RingSnapshot | None = 
 
 def lines_of(snapshot: shmring.RingSnapshot, width: int, height: int, before: shmring.RingSnapshot | None = None) -> list[str]:
     """Returns the lines that a terminal shows; more columns than it has would wrap them."""
-    console = Console(file=io.StringIO(), width=10 * width)
-    console.print(top.screen_of(snapshot, before, width, height))
+    return printed(top.screen_of(snapshot, before, width, height), 10 * width)
+
+
+def printed(what: Any, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(what)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]  # it is a StringIO
 
 
@@ -186,22 +190,9 @@ async def test_a_server_says_where_requests_stand_who_costs_most_and_what_takes_
 def test_where_not_all_requests_are_shown_those_that_wait_come_first_and_the_rest_is_counted() -> None:
     rows = [[f"request {number}", "waiting" if number >= 10 else "running"] for number in range(12)]
     table = top._Table(["request", "state"], rows, [False] * 12, long=0, urgent=(10, 11), count=40)
-    console = Console(width=60, file=io.StringIO())
-    console.print(table.drawn(60, 5))
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    assert [line.split("  ")[0] for line in lines[1:]] == [
-        "request 10",
-        "request 11",
-        "request 0",
-        "request 1",
-        "... 36 more: shmring inspect",
-    ]
-    console = Console(width=60, file=io.StringIO())
-    console.print(table.drawn(60, 12))
-    assert [line.split("  ")[0] for line in console.file.getvalue().splitlines()][1:3] == [  # type: ignore[attr-defined]
-        "request 0",
-        "request 1",
-    ]
+    first, second = ([line.split("  ")[0] for line in printed(table.drawn(60, height), 60)] for height in (5, 12))
+    assert first[1:] == ["request 10", "request 11", "request 0", "request 1", "... 36 more: shmring inspect"]
+    assert second[1:3] == ["request 0", "request 1"]
 
 
 # -- what fits a terminal -----------------------------------------------------------------------------------------------
@@ -260,6 +251,14 @@ def top_command(name: str, socket_dir: Path) -> list[str]:
     return [sys.executable, "-P", "-m", "shmring.frontend.cli", "top", name, f"--socket-dir={socket_dir}"]
 
 
+async def top_into_a_pipe(name: str, socket_dir: Path) -> tuple[asyncio.subprocess.Process, list[str]]:
+    """``shmring top`` without a terminal, and the first four lines that it says."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = await asyncio.create_subprocess_exec(*top_command(name, socket_dir), stdout=subprocess.PIPE, env=environment)
+    assert process.stdout is not None
+    return process, [(await asyncio.wait_for(process.stdout.readline(), 60)).decode() for _ in range(4)]
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20)])
 async def test_a_terminal_shows_it_in_place(serve: Any, connect: Any, socket_dir: Path, width: int, height: int) -> None:
     async with crowded(serve, connect) as ring:
@@ -289,10 +288,7 @@ async def test_a_terminal_shows_it_in_place(serve: Any, connect: Any, socket_dir
 async def test_without_a_terminal_there_is_a_line_for_each_engine_and_second(serve: Any, socket_dir: Path) -> None:
     await serve(name="two-0")
     await serve(name="two-1")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = await asyncio.create_subprocess_exec(*top_command("two", socket_dir), stdout=subprocess.PIPE, env=environment)
-    assert process.stdout is not None
-    lines = [(await asyncio.wait_for(process.stdout.readline(), 60)).decode() for _ in range(4)]
+    process, lines = await top_into_a_pipe("two", socket_dir)
     for line, name in zip(lines, ["two-0", "two-1"] * 2, strict=True):
         assert re.match(rf"\d{{4}}-\d\d-\d\dT\S+ {name} \(pid {os.getpid()}\), 0 running, 0 not yet taken up, ", line), line
         assert " MiB: " in line
@@ -303,10 +299,7 @@ async def test_without_a_terminal_there_is_a_line_for_each_engine_and_second(ser
 
 
 async def test_without_a_terminal_and_an_engine_it_goes_on_until_nobody_reads(socket_dir: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = await asyncio.create_subprocess_exec(*top_command("nobody", socket_dir), stdout=subprocess.PIPE, env=environment)
-    assert process.stdout is not None
-    for _ in range(2):
-        assert b" nobody: no engine listens at " in await asyncio.wait_for(process.stdout.readline(), 60)
+    process, lines = await top_into_a_pipe("nobody", socket_dir)
+    assert all(" nobody: no engine listens at " in line for line in lines)
     process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]  # as `| head -2` does
     assert await asyncio.wait_for(process.wait(), 60) == 0
