@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 from pathlib import Path
@@ -10,7 +11,11 @@ import click
 from rich.console import Console
 
 from bench.command_line import FILE, SETTINGS, MissingPlotter, check_plotter, terminated
-from tests import chaos
+from tests.chaos import driver
+from tests.chaos.account import Findings, account
+from tests.chaos.plan import Plan, Sabotage
+from tests.chaos.report import table, write_json, write_plot
+from tests.fleet.fleet import ChildError
 
 __all__ = ["chaos_command"]
 
@@ -25,23 +30,25 @@ _PIPE_WIDTH = 120  # of a table that goes into a file or a pipe
 @click.option("--plot", "plot_path", default=None, type=FILE, help="Also draw it: FILE.svg or FILE.png.")
 @click.option("--sabotage", default="", type=click.Choice(["", "corrupt", "leak", "lose"]), hidden=True)
 def chaos_command(
-    minutes: float, seed: int, frontends: int, json_path: Path | None, plot_path: Path | None, sabotage: chaos.Sabotage
+    minutes: float, seed: int, frontends: int, json_path: Path | None, plot_path: Path | None, sabotage: Sabotage
 ) -> None:
     """Processes killed, stopped and hung up under load; fails if anything is lost, corrupted or leaked."""
     signal.signal(signal.SIGTERM, terminated)
     quiet_limit_s = 2.0 if sabotage else 30.0  # what is lost on purpose is not waited for
-    plan = chaos.Plan(minutes=minutes, seed=seed, frontends=frontends, quiet_limit_s=quiet_limit_s, sabotage=sabotage)
+    plan = Plan(minutes=minutes, seed=seed, frontends=frontends, quiet_limit_s=quiet_limit_s, sabotage=sabotage)
+    found: list[Findings] = []
     try:
         if plot_path is not None:
             check_plotter()
-        findings = chaos.run(plan, lambda line: click.echo(line, err=True))
-    except (chaos.ChildError, MissingPlotter) as error:
+        asyncio.run(driver.run(plan, lambda line: click.echo(line, err=True), lambda seen: found.append(account(plan, seen))))
+    except (ChildError, MissingPlotter) as error:
         raise click.ClickException(str(error)) from error
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(chaos.table(findings))
+    [findings] = found
+    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table(findings))
     if json_path is not None:
-        chaos.write_json(findings, json_path)
+        write_json(findings, json_path)
     if plot_path is not None:
-        chaos.write_plot(findings, plot_path)
+        write_plot(findings, plot_path)
     for wrong in findings.wrongs:
         click.echo(wrong, err=True)
     if not findings.passed:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import msgspec
 
+from tests.chaos.plan import Plan
+
 __all__ = [
     "Answer",
+    "Assignment",
     "Close",
     "Flood",
     "HangUp",
@@ -22,6 +25,26 @@ __all__ = [
     "Ready",
     "Storm",
 ]
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """What a process is told at its start.
+
+    Attributes:
+        plan: of the run.
+        index: which engine, frontend or worker it is.
+        life: for the how manyeth time.
+        names: of the engines.
+        socket_dir: where their sockets and locks are.
+        journal: the path of its own.
+    """
+
+    plan: Plan
+    index: int
+    life: int
+    names: tuple[str, ...]
+    socket_dir: str
+    journal: str
 
 
 class _Message(msgspec.Struct, frozen=True):

@@ -26,10 +26,11 @@ from shmring.client import pauses
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
 from tests.chaos import control
 from tests.chaos.cores import waited_ns
-from tests.chaos.engine_process import EngineAssignment, run_engine
-from tests.chaos.frontend_process import FrontendAssignment, run_frontend
+from tests.chaos.engine_process import run_engine
+from tests.chaos.frontend_process import run_frontend
 from tests.chaos.plan import Event, Fault, Phase, Plan, phases
-from tests.chaos.worker_process import WorkerAssignment, run_worker
+from tests.chaos.worker_process import run_worker
+from tests.fleet.child import Program
 from tests.fleet.fleet import Child, ChildError, Fleet
 
 __all__ = ["Happened", "Incarnation", "Observations", "QuietLook", "Sample", "run"]
@@ -105,10 +106,13 @@ class Observations(msgspec.Struct):
 
 
 class _Member:
-    """An engine, or a frontend, in whatever incarnation it is now. Its lock is held while something happens to it."""
+    """An engine, a frontend or a worker, in whatever incarnation it is now. Its lock is held while something happens to it."""
 
-    def __init__(self, title: str) -> None:
-        self.title = title
+    def __init__(self, kind: str, index: int, play: Program, title: str = "") -> None:
+        self.kind = kind
+        self.index = index
+        self.play = play
+        self.title = title or f"{kind} {index}"
         self.lock = asyncio.Lock()
         self.lives = 0
         self.child: Child | None = None
@@ -132,40 +136,23 @@ class _Driver:
             control.Question,
             control.Answer,
         )
-        self.engines = [_Member(name) for name in self.names]
-        self.frontends = [_Member(f"frontend {index}") for index in range(plan.frontends)]
-        self.readers = [_Member(f"worker {index}") for index in range(plan.readers)]
+        self.engines = [_Member("engine", index, run_engine, name) for index, name in enumerate(self.names)]
+        self.frontends = [_Member("frontend", index, run_frontend) for index in range(plan.frontends)]
+        self.readers = [_Member("worker", index, run_worker) for index in range(plan.readers)]
         self.seen = Observations()
         self.stopping = asyncio.Lock()  # held while a frontend is stopped
         self.observer: shmring.Client | None = None
 
     # -- starting and ending -----------------------------------------------------------------------------------------------
 
-    async def start_engine(self, index: int) -> None:
-        member = self.engines[index]
+    async def start(self, member: _Member) -> None:
         member.lives += 1
-        member.journal = self.directory / f"engine-{index}-{member.lives}.jsonl"
-        assignment = EngineAssignment(
-            self.plan, index, member.lives, self.names[index], str(self.directory), str(member.journal)
+        member.journal = self.directory / f"{member.kind}-{member.index}-{member.lives}.jsonl"
+        assignment = control.Assignment(
+            self.plan, member.index, member.lives, self.names, str(self.directory), str(member.journal)
         )
-        member.child = await self.fleet.start(member.title, run_engine, assignment)
+        member.child = await self.fleet.start(member.title, member.play, assignment)
         member.first_descriptors = member.child.descriptors()
-
-    async def start_frontend(self, index: int) -> None:
-        member = self.frontends[index]
-        member.lives += 1
-        member.journal = self.directory / f"frontend-{index}-{member.lives}.jsonl"
-        assignment = FrontendAssignment(self.plan, index, member.lives, self.names, str(self.directory), str(member.journal))
-        member.child = await self.fleet.start(member.title, run_frontend, assignment)
-        member.first_descriptors = member.child.descriptors()
-
-    async def start_reader(self, index: int) -> None:
-        member = self.readers[index]
-        member.lives += 1
-        member.journal = self.directory / f"worker-{index}-{member.lives}.jsonl"
-        name = self.names[index % len(self.names)]
-        assignment = WorkerAssignment(self.plan, index, member.lives, name, str(self.directory), str(member.journal))
-        member.child = await self.fleet.start(member.title, run_worker, assignment)
 
     def readers_of(self, name: str) -> int:
         """How many workers an engine has when all is quiet."""
@@ -181,9 +168,8 @@ class _Driver:
 
     async def run(self) -> Observations:
         self.seen.began_ns = time.monotonic_ns()
-        await asyncio.gather(*(self.start_engine(index) for index in range(self.plan.engines)))
-        await asyncio.gather(*(self.start_frontend(index) for index in range(self.plan.frontends)))
-        await asyncio.gather(*(self.start_reader(index) for index in range(self.plan.readers)))
+        for members in (self.engines, self.frontends, self.readers):
+            await asyncio.gather(*map(self.start, members))
         config = shmring.ClientConfig(socket_dir=str(self.directory), lease_nbytes=4096, prefault=False)
         pauses.LONGEST_S = 0.1
         async with shmring.connect(self.names, config) as self.observer:
@@ -307,15 +293,12 @@ class _Driver:
         """Starts the next incarnation of a process that has ended."""
         self.bury(member, end)
         await asyncio.sleep(event.duration_s)
+        await self.start(member)
         if member in self.engines:
-            await self.start_engine(self.engines.index(member))
             assert self.observer is not None
             await self.observer.wait_connected(_STATISTICS_LIMIT_S, engine=member.title)
             member.first_descriptors = 0  # other frontends attach at the same time: known when they have closed
-        elif member in self.readers:
-            await self.start_reader(self.readers.index(member))
-        else:
-            await self.start_frontend(self.frontends.index(member))
+        elif member in self.frontends:
             await member.now.ask(control.Open())
 
     async def stop(self, member: _Member, event: Event) -> None:

@@ -15,8 +15,6 @@ import random
 import time
 from pathlib import Path
 
-import msgspec
-
 import shmring
 from shmring.cancellation import uninterrupted
 from shmring.core.effects import ClientGone, EngineEffect, Reclaimed
@@ -25,12 +23,11 @@ from shmring.ring.shell import Shell
 from tests.chaos import control
 from tests.chaos.cores import waited_ns
 from tests.chaos.journal import Gone, Held, Journal
-from tests.chaos.plan import Plan
 from tests.fleet import cargo
 from tests.fleet.cargo import CorruptedError, Order
 from tests.fleet.child import Channel
 
-__all__ = ["EngineAssignment", "run_engine"]
+__all__ = ["run_engine"]
 
 _CHECK_EVERY = 16  # effects of the book: checking it takes as long as handling some
 _MAX_CONCURRENCY = 32
@@ -38,23 +35,12 @@ _SHARE_LIMIT_S = 0.3  # for workers to make room or to reply: some are stopped f
 _LOOK_INTERVAL_S = 0.02  # of a step on a thread at its input
 
 
-class EngineAssignment(msgspec.Struct, frozen=True):
-    """What an engine process is told: the run's plan, which engine it is, for the how manyeth time, and where things are."""
-
-    plan: Plan
-    index: int
-    life: int
-    name: str
-    socket_dir: str
-    journal: str
-
-
 class PlannedFailure(Exception):
     """The order was to fail."""
 
 
 class _Engine:
-    def __init__(self, assignment: EngineAssignment) -> None:
+    def __init__(self, assignment: control.Assignment) -> None:
         plan = assignment.plan
         self.plan = plan
         self.pid = os.getpid()
@@ -124,7 +110,7 @@ class _Engine:
         """A step on a thread: nothing stops it, so nothing may take its input away."""
         ends = time.monotonic() + order.work_s
         while (left := ends - time.monotonic()) > 0:
-            self.check_here(order, "during a step")
+            self.journal.check(order, "during a step")
             time.sleep(min(_LOOK_INTERVAL_S, left))
 
     async def end(self, claim: shmring.Claim, order: Order) -> None:
@@ -144,12 +130,6 @@ class _Engine:
         except CorruptedError as error:
             self.journal.wrong("corrupted", str(error))
 
-    def check_here(self, order: Order, when: str) -> None:
-        try:
-            cargo.check(order.tensor, order.number, order.checksum, f"{when}, sent by process {order.sender}")
-        except CorruptedError as error:
-            self.journal.wrong("corrupted", str(error))
-
     def release(self, order: Order) -> None:
         """Writes down when the request was let go of; some are kept for longer than their claim."""
         if self.plan.sabotage == "leak" and order.number % 20 == 7:
@@ -160,7 +140,7 @@ class _Engine:
 
         def let_go() -> None:
             self.kept.discard(handle)
-            self.check_here(order, "when its last view died")
+            self.journal.check(order, "when its last view died")
             self.held(order)
 
         handle = asyncio.get_running_loop().call_later(order.keep_s, let_go)
@@ -199,13 +179,13 @@ def _observe(engine: _Engine) -> None:
     setattr(Frontend, "died", heard_of)  # noqa: B010
 
 
-async def run_engine(assignment: EngineAssignment, channel: Channel) -> None:
+async def run_engine(assignment: control.Assignment, channel: Channel) -> None:
     """Serves until the driver has gone, or has had enough."""
     logging.getLogger("shmring").setLevel(logging.CRITICAL)  # every fault warns somewhere; what must not be is journalled
     engine, plan = _Engine(assignment), assignment.plan
     _observe(engine)
     ring = engine.ring = await shmring.serve(
-        assignment.name,
+        assignment.names[assignment.index],
         slab_nbytes=plan.slab_nbytes,
         broadcast_nbytes="8MiB",
         worker_backlog=16,

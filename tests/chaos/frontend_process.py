@@ -11,7 +11,6 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 import shmring
@@ -19,11 +18,10 @@ from shmring.client import pauses
 from tests.chaos import control
 from tests.chaos.journal import Journal
 from tests.chaos.load import Load
-from tests.chaos.plan import Plan
 from tests.fleet.child import Channel
 from tests.sessions import session_of
 
-__all__ = ["FrontendAssignment", "run_frontend"]
+__all__ = ["run_frontend"]
 
 _STORM_INTERVAL_S = 0.02
 _FLOOD_WORKERS = 12  # times 2 MiB on average, times the frontends: more than the slab
@@ -35,19 +33,8 @@ _SCRIBBLED_NBYTES = 256 << 10
 _SCRIBBLE_INTERVAL_S = 0.001
 
 
-class FrontendAssignment(msgspec.Struct, frozen=True):
-    """What a frontend process is told: the run's plan, which frontend it is, for the how manyeth time, and where things are."""
-
-    plan: Plan
-    index: int
-    life: int
-    names: tuple[str, ...]
-    socket_dir: str
-    journal: str
-
-
 class _Frontend:
-    def __init__(self, assignment: FrontendAssignment) -> None:
+    def __init__(self, assignment: control.Assignment) -> None:
         plan = assignment.plan
         self.assignment = assignment
         self.plan = plan
@@ -63,12 +50,8 @@ class _Frontend:
     def start(self, coroutine: Coroutine[Any, Any, None], name: str = "") -> None:
         task = asyncio.create_task(coroutine, name=name)
         self.tasks.add(task)
-        task.add_done_callback(self.finished)
-
-    def finished(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.journal.wrong("violation", f"a worker has failed: {type(error).__name__}: {error}")
+        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(self.journal.ended)
 
     async def worker(self, number: int) -> None:
         pause = random.Random(f"{self.plan.seed}/pause/{self.assignment.index}/{self.assignment.life}/{number}")
@@ -198,7 +181,7 @@ class _Frontend:
             await asyncio.wait(workers, timeout=min(_LEAVE_LIMIT_S, self.plan.quiet_limit_s))
 
 
-async def run_frontend(assignment: FrontendAssignment, channel: Channel) -> None:
+async def run_frontend(assignment: control.Assignment, channel: Channel) -> None:
     """Does what the driver says, until it says to leave."""
     logging.getLogger("shmring").setLevel(logging.CRITICAL)  # every fault warns somewhere; what must not be is journalled
     frontend = _Frontend(assignment)

@@ -6,12 +6,17 @@ A record is a line of JSON, appended with one ``write``: what was written before
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+
+from tests.fleet import cargo
+from tests.fleet.cargo import CorruptedError, Order
 
 __all__ = ["Aborted", "Began", "Ended", "Gone", "Held", "Journal", "Record", "Reusable", "Wrong", "read"]
 
@@ -118,6 +123,18 @@ class Journal:
     def wrong(self, what: str, text: str) -> None:
         """Writes down what must not be."""
         self.write(Wrong(what, text, time.monotonic_ns()))
+
+    def check(self, order: Order, when: str) -> None:
+        """Looks at the content of a request, and writes down if it is not what was sent."""
+        try:
+            cargo.check(order.tensor, order.number, order.checksum, f"{when}, sent by process {order.sender}")
+        except CorruptedError as error:
+            self.wrong("corrupted", str(error))
+
+    def ended(self, task: asyncio.Task[Any]) -> None:
+        """For ``add_done_callback``: a task that fails is wrong."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.wrong("violation", f"a worker has failed: {type(error).__name__}: {error}")
 
 
 def read(path: Path) -> Iterator[Record]:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.chaos import write_plot
 from tests.chaos.account import Findings, account
 from tests.chaos.command import chaos_command
 from tests.chaos.driver import Happened, Incarnation, Observations, QuietLook, Sample
 from tests.chaos.journal import Aborted, Began, Ended, Gone, Held, Journal, Record, Reusable, read
 from tests.chaos.plan import Event, Fault, Plan, phases
+from tests.chaos.report import write_plot
 from tests.fleet import cargo
 from tests.tables import for_each
 

@@ -8,40 +8,25 @@ import logging
 import random
 import time
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 import shmring
 from tests.chaos import control
 from tests.chaos.cores import waited_ns
 from tests.chaos.journal import Held, Journal
-from tests.chaos.plan import Plan
-from tests.fleet import cargo
-from tests.fleet.cargo import CorruptedError, Order
+from tests.fleet.cargo import Order
 from tests.fleet.child import Channel
 
-__all__ = ["WorkerAssignment", "run_worker"]
+__all__ = ["run_worker"]
 
 _LONGEST_READ_S = 0.02
 _KEPT_S = 0.3
 _PAUSE_S = 0.02
 
 
-class WorkerAssignment(msgspec.Struct, frozen=True):
-    """What a worker process is told: the run's plan, its rank, for the how manyeth time, and where things are."""
-
-    plan: Plan
-    index: int
-    life: int
-    name: str
-    socket_dir: str
-    journal: str
-
-
 class _Worker:
-    def __init__(self, assignment: WorkerAssignment) -> None:
+    def __init__(self, assignment: control.Assignment) -> None:
         self.assignment = assignment
+        self.name = assignment.names[assignment.index % len(assignment.names)]  # of its engine
         self.chance = random.Random(f"{assignment.plan.seed}/worker/{assignment.index}/{assignment.life}")
         self.journal = Journal(Path(assignment.journal))
         self.last = 0
@@ -52,7 +37,7 @@ class _Worker:
         while True:
             with contextlib.suppress(shmring.PeerLostError, shmring.ClosedError, shmring.RankTakenError):
                 async with shmring.join(
-                    self.assignment.name, self.assignment.index, socket_dir=self.assignment.socket_dir, payload_type=Order
+                    self.name, self.assignment.index, socket_dir=self.assignment.socket_dir, payload_type=Order
                 ) as worker:
                     self.last = 0
                     async for message in worker:
@@ -66,9 +51,9 @@ class _Worker:
                 self.journal.wrong("violation", f"message {message.sequence} came after message {self.last}")
             self.last = message.sequence
             order: Order = message.payload
-            self.check(order, "when a worker received it")
+            self.journal.check(order, "when a worker received it")
             await asyncio.sleep(self.chance.uniform(0, _LONGEST_READ_S))
-            self.check(order, "when a worker left it")
+            self.journal.check(order, "when a worker left it")
             if message.wants_reply:
                 with contextlib.suppress(shmring.PeerLostError, shmring.ClosedError):
                     await message.reply({"number": order.number, "rank": self.assignment.index})
@@ -78,33 +63,22 @@ class _Worker:
             self.held(order)
 
     def let_go(self, order: Order) -> None:
-        self.check(order, "when a worker let go of it")
+        self.journal.check(order, "when a worker let go of it")
         self.held(order)
 
     def held(self, order: Order) -> None:
         """Until now the request's slot is not free, whatever the engine has done with it."""
         with contextlib.suppress(OSError, IndexError):  # the engine is dead
-            pid = int(Path(self.assignment.socket_dir, f"{self.assignment.name}.lock").read_text().split()[0])
+            pid = int(Path(self.assignment.socket_dir, f"{self.name}.lock").read_text().split()[0])
             self.journal.write(Held(order.sender, order.number, time.monotonic_ns(), pid, waited_ns(pid)))
 
-    def check(self, order: Order, when: str) -> None:
-        try:
-            cargo.check(order.tensor, order.number, order.checksum, f"{when}, sent by process {order.sender}")
-        except CorruptedError as error:
-            self.journal.wrong("corrupted", str(error))
 
-
-async def run_worker(assignment: WorkerAssignment, channel: Channel) -> None:
+async def run_worker(assignment: control.Assignment, channel: Channel) -> None:
     """Works until the driver says to leave, or has gone."""
     logging.getLogger("shmring").setLevel(logging.CRITICAL)  # every fault warns somewhere; what must not be is journalled
     worker = _Worker(assignment)
     serving = asyncio.create_task(worker.serve())
-
-    def ended(task: asyncio.Task[Any]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            worker.journal.wrong("violation", f"a worker has failed: {type(error).__name__}: {error}")
-
-    serving.add_done_callback(ended)
+    serving.add_done_callback(worker.journal.ended)
     channel.answer(control.Ready())
     while not isinstance(await channel.question(), control.Leave):
         pass

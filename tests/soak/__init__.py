@@ -3,9 +3,3 @@
 See :mod:`tests.soak.plan` for what they do, :mod:`tests.soak.driver` for how it is watched, and :mod:`tests.soak.verdict` for
 what must not grow and why the limits are what they are.
 """
-
-from __future__ import annotations
-
-from tests.soak.command import soak_command
-
-__all__ = ["soak_command"]

@@ -11,7 +11,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from bench.command_line import MissingPlotter, check_plotter, terminated
+from bench.command_line import FILE, SETTINGS, MissingPlotter, check_plotter, terminated
 from bench.results import write_json
 from tests.fleet.fleet import ChildError
 from tests.soak import driver, report
@@ -21,16 +21,15 @@ from tests.soak.verdict import judge
 __all__ = ["soak_command"]
 
 _PIPE_WIDTH = 150  # of tables that go into a file or a pipe
-_FILE = click.Path(dir_okay=False, path_type=Path)
 _SABOTAGES = click.Choice([sabotage.value for sabotage in Sabotage])
 
 
-@click.command("soak", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.command("soak", context_settings=SETTINGS)
 @click.option("--minutes", default=60.0, type=click.FloatRange(min=0.05), help="How long.")
 @click.option("--frontends", default=3, type=click.IntRange(1, 64), help="Processes that send.")
 @click.option("--seed", default=1, type=int, help="Of all that is drawn.")
-@click.option("--json", "json_path", default=None, type=_FILE, help="Also write to this file.")
-@click.option("--plot", "plot_path", default=None, type=_FILE, help="Also draw it: FILE.svg or FILE.png.")
+@click.option("--json", "json_path", default=None, type=FILE, help="Also write to this file.")
+@click.option("--plot", "plot_path", default=None, type=FILE, help="Also draw it: FILE.svg or FILE.png.")
 @click.option("--sabotage", "sabotages", multiple=True, type=_SABOTAGES, hidden=True)
 def soak_command(
     minutes: float,
