@@ -43,6 +43,7 @@ from shmring.frontend.app import create_app
 from shmring.frontend.http_protocol import BoundedHttpProtocol
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.settings import FrontendSettings
+from tests.frontend.talking import MODEL, Talk, say_yes
 
 JSON = {"content-type": "application/json"}
 
@@ -230,6 +231,23 @@ async def open_app(start_app: Any) -> AsyncIterator[Callable[..., Awaitable[http
             return await stack.enter_async_context(client)
 
         yield open_application
+
+
+@pytest.fixture
+def open_talk(open_engine: OpenEngine, open_app: Any) -> Callable[..., Awaitable[Talk]]:
+    """``await open_talk(handler, description, **settings)``: the application with that handler as engine."""
+
+    async def open_one(handler: Handler = say_yes, description: ModelDescription = MODEL, **settings: Any) -> Talk:
+        requests: list[Any] = []
+
+        async def note(claim: shmring.Claim) -> None:
+            requests.append(claim.payload)
+            await handler(claim)
+
+        engine = await open_engine(note, description)
+        return Talk(await open_app(engine, **settings), engine, requests)
+
+    return open_one
 
 
 class _QuietServer(uvicorn.Server):

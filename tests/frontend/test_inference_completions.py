@@ -1,26 +1,31 @@
-"""Completions and tokens over HTTP, with the real engine core or a small handler: what the engine is sent and answers."""
+"""Completions and tokens over HTTP, with the real engine core or a small handler: what the engine is sent and answers.
+
+What is refused: test_refused_bodies.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 import shmring
-from shmring.engine.protocol import CAPABILITIES, GenerateReply, GenerateRequest, InputSpec, ModelDescription
+from shmring.engine.protocol import ChatMessage, GenerateReply, GenerateRequest, SamplingParams, TextPart
 from shmring.frontend.served_model import ServedModel
+from tests.frontend.talking import MODEL as MODEL_OF_ALL
+from tests.frontend.talking import OpenTalk, Talk, alone, data_events
 from tests.tables import for_each
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
-MODEL = "shmring-synthetic"
+PATH, MODEL = "/v1/completions", "shmring-synthetic"
 BODY = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 3}
-TALKING = ModelDescription("test", MODEL, ["generate", "complete", "tokenize"], InputSpec(), 8, max_model_len=99)
+ASKED: dict[str, Any] = {"model": "m", "prompt": "a", "max_tokens": 3}  # of a small handler
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @pytest.fixture
@@ -28,37 +33,27 @@ async def http(open_core: Any, open_app: OpenApp) -> httpx.AsyncClient:
     return await open_app(await open_core())
 
 
-@pytest.fixture
-async def talking(open_engine: Any, open_app: OpenApp) -> httpx.AsyncClient:
-    return await open_app(await open_engine(description=TALKING))
-
-
-async def test_a_prompt_is_gone_on_from(open_core: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_core())
-    response = await http.post("/v1/completions", json=BODY)
-    assert response.status_code == 200, response.text
+async def test_a_prompt_is_gone_on_from(http: httpx.AsyncClient) -> None:
+    response = await http.post(PATH, json=BODY)
     body = response.json()
-    assert body["id"].startswith("cmpl-")
-    assert (body["object"], body["model"]) == ("text_completion", MODEL)
-    assert body["choices"] == [{"text": "[synthetic] token2 token3", "finish_reason": "length", "index": 0, "logprobs": None}]
-    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    assert body.pop("id").startswith("cmpl-")
+    assert abs(body.pop("created") - time.time()) < 600
+    assert body == {
+        "object": "text_completion",
+        "model": MODEL,
+        "choices": [{"text": "[synthetic] token2 token3", "finish_reason": "length", "index": 0, "logprobs": None}],
+        "usage": {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7},
+    }
     assert response.headers["x-shmring-synthetic"] == "true"
+    [choice] = (await http.post(PATH, json=BODY | {"stop": [" token3"]})).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("[synthetic] token2", "stop")
+    without_max_tokens = (await http.post(PATH, json={"model": MODEL, "prompt": [1, 2, 3]})).json()
+    assert without_max_tokens["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}, "as in the API"
 
 
-async def test_without_max_tokens_there_are_sixteen_as_in_the_api(open_core: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_core())
-    response = await http.post("/v1/completions", json={"model": MODEL, "prompt": [1, 2, 3]})
-    assert response.json()["usage"] == {"prompt_tokens": 3, "completion_tokens": 16, "total_tokens": 19}
-
-
-async def test_a_stream_has_no_opening_and_tells_its_usage(open_core: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_core())
-    response = await http.post("/v1/completions", json=BODY | {"stream": True, "stream_options": {"include_usage": True}})
-    *parts, done, rest = response.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    events = [json.loads(part.removeprefix("data: ")) for part in parts]
-    assert {(event["object"], event["id"]) for event in events} == {("text_completion", events[0]["id"])}
-    *chunks, usage = events
+async def test_a_stream_has_no_opening_and_tells_its_usage(http: httpx.AsyncClient) -> None:
+    *chunks, usage = data_events((await http.post(PATH, json=BODY | USAGE)).text)
+    assert {(event["object"], event["id"]) for event in (*chunks, usage)} == {("text_completion", usage["id"])}
     assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 7)
     assert {chunk["usage"] for chunk in chunks} == {None}
     choices = [chunk["choices"][0] for chunk in chunks]
@@ -67,50 +62,17 @@ async def test_a_stream_has_no_opening_and_tells_its_usage(open_core: Any, open_
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
 
 
-async def test_a_stop_text_ends_it(open_core: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_core())
-    [choice] = (await http.post("/v1/completions", json=BODY | {"stop": [" token3"]})).json()["choices"]
-    assert (choice["text"], choice["finish_reason"]) == ("[synthetic] token2", "stop")
+@pytest.fixture
+async def talk(open_talk: OpenTalk) -> Talk:
+    return await open_talk()
 
 
-@pytest.mark.parametrize(("given", "prompt"), [("a", "a"), (["a"], "a"), ([5, 6], [5, 6]), ([[5, 6]], [5, 6])])
-async def test_the_engine_gets_the_prompt(open_engine: Any, open_app: OpenApp, given: Any, prompt: Any) -> None:
-    requests: list[GenerateRequest] = []
-
-    async def note(claim: shmring.Claim) -> None:
-        requests.append(claim.payload)
-        await claim.reply(GenerateReply("yes", [1], 1, 1, "stop"))
-
-    http = await open_app(await open_engine(note, TALKING))
-    body = BODY | {"prompt": given, "seed": 4, "priority": 3, "add_special_tokens": False}
-    assert (await http.post("/v1/completions", json=body)).status_code == 200
-    [request] = requests
-    assert (request.prompt, request.messages, request.tokenize) == (prompt, [], False)
-    assert (request.add_special_tokens, request.sampling.seed, request.priority) == (False, 4, 3)
-
-
-@for_each(
-    ("prompt", "code"),
-    [
-        (["a"] * 129, "too_many_prompts"),
-        (["a", ""], "invalid_value"),
-        (["a", 1], "invalid_value"),
-        ([[1], []], "invalid_value"),
-        (["x" * (3 << 20)] * 2, "text_too_long"),
-        ("", "invalid_value"),
-        ([[]], "invalid_value"),
-        ([1, "a"], "invalid_value"),
-        ([-1], "invalid_value"),
-        ([], "invalid_value"),
-        (None, "invalid_value"),
-        ({}, "invalid_value"),
-    ],
-)
-async def test_a_prompt_that_is_none_is_refused(http: httpx.AsyncClient, prompt: Any, code: str) -> None:
-    response = await http.post("/v1/completions", json=BODY | {"prompt": prompt})
-    error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (400, code)
-    assert error["param"].startswith("prompt")
+@for_each(("given", "prompt"), [("a", "a"), (["a"], "a"), ([5, 6], [5, 6]), ([[5, 6]], [5, 6])])
+async def test_the_engine_gets_the_prompt(talk: Talk, given: Any, prompt: Any) -> None:
+    await talk.ask(PATH, ASKED | {"prompt": given, "seed": 4, "priority": 3, "add_special_tokens": False})
+    sampling = SamplingParams(max_tokens=3, seed=4)
+    expected = GenerateRequest(prompt=prompt, add_special_tokens=False, sampling=sampling, priority=3, stream=False)
+    assert alone(talk.requests.pop()) == expected
 
 
 async def echo(claim: shmring.Claim) -> None:
@@ -122,51 +84,45 @@ async def echo(claim: shmring.Claim) -> None:
             await claim.reply(reply)
 
 
-SEVERAL = BODY | {"prompt": ["a", [1, 2], "c"], "n": 2}
+SEVERAL = ASKED | {"prompt": ["a", [1, 2], "c"], "n": 2}
 ECHOED = [f"{name}{index}.0 {name}{index}.1 " for name in ("a", "tokens", "c") for index in range(2)]
 
 
-async def test_several_prompts_are_answered_by_index(open_engine: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_engine(echo, msgspec.structs.replace(TALKING, capabilities=list(CAPABILITIES))))
-    answer = (await http.post("/v1/completions", json=SEVERAL)).json()
+async def test_several_prompts_are_answered_by_index(open_talk: OpenTalk) -> None:
+    talk = await open_talk(echo)
+    answer = await talk.ask(PATH, SEVERAL)
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == list(enumerate(ECHOED))
     assert answer["usage"] == {"prompt_tokens": 30, "completion_tokens": 12, "total_tokens": 42}
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    response = await http.post("/v1/completions", json=SEVERAL | options)
-    *parts, usage, done, rest = response.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    assert json.loads(usage.removeprefix("data: "))["usage"] == answer["usage"]
-    choices = [json.loads(part.removeprefix("data: "))["choices"][0] for part in parts]
+    *events, usage = data_events(await talk.ask(PATH, SEVERAL, **USAGE))
+    assert usage["usage"] == answer["usage"]
+    choices = [event["choices"][0] for event in events]
     texts = ["".join(choice["text"] for choice in choices if choice["index"] == index) for index in range(6)]
     assert texts == ECHOED
     assert sorted(choice["index"] for choice in choices if choice["finish_reason"]) == list(range(6))
 
 
-async def test_one_prompt_that_fails_ends_all(open_engine: Any, open_app: OpenApp, eventually: Any) -> None:
+async def test_one_prompt_that_fails_ends_all(open_talk: OpenTalk, eventually: Any) -> None:
     async def fail(claim: shmring.Claim) -> None:
         if claim.payload.prompt == "b":
             raise ValueError("not this one")
         await claim.reply(GenerateReply("x", [1], 1, 1))
         await asyncio.Event().wait()
 
-    engine = await open_engine(fail, TALKING)
-    http = await open_app(engine)
-    response = await http.post("/v1/completions", json=BODY | {"prompt": ["a", "b", "c"]})
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "rejected_by_engine")
-    await eventually(lambda: engine.ring.statistics().running == 0)
+    talk = await open_talk(fail)
+    assert await talk.refusal(PATH, ASKED, prompt=["a", "b", "c"]) == (400, "rejected_by_engine", None)
+    await eventually(lambda: talk.engine.ring.statistics().running == 0)
 
 
-async def test_prompts_of_one_request_do_not_take_the_engine_from_others(open_engine: Any, open_app: OpenApp) -> None:
+async def test_prompts_of_one_request_do_not_take_the_engine_from_others(open_talk: OpenTalk) -> None:
     at_once: list[int] = []
 
     async def count(claim: shmring.Claim) -> None:
-        at_once.append(engine.ring.statistics().running)
+        at_once.append(talk.engine.ring.statistics().running)
         await asyncio.sleep(0)
         await claim.reply(GenerateReply("x", [1], 1, 1, "stop"))
 
-    engine = await open_engine(count, TALKING)
-    http = await open_app(engine)
-    answer = (await http.post("/v1/completions", json=BODY | {"prompt": ["a"] * 128})).json()
+    talk = await open_talk(count)
+    answer = await talk.ask(PATH, ASKED, prompt=["a"] * 128)
     assert [choice["index"] for choice in answer["choices"]] == list(range(128))
     assert len(at_once) == 128
     assert max(at_once) <= 8
@@ -177,11 +133,11 @@ async def test_who_hangs_up_aborts_all_prompts(open_engine: Any, open_server: An
         await claim.reply(GenerateReply("x", [1], 1, 1))
         await asyncio.Event().wait()
 
-    engine = await open_engine(go_on, TALKING)
+    engine = await open_engine(go_on, MODEL_OF_ALL)
     url = await open_server(engine)
     async with (
         httpx.AsyncClient(timeout=30) as http,
-        http.stream("POST", f"{url}/v1/completions", json=BODY | {"prompt": ["a"] * 20, "stream": True}) as response,
+        http.stream("POST", f"{url}{PATH}", json=ASKED | {"prompt": ["a"] * 20, "stream": True}) as response,
     ):
         async for _ in response.aiter_lines():
             break
@@ -190,59 +146,29 @@ async def test_who_hangs_up_aborts_all_prompts(open_engine: Any, open_server: An
     assert engine.ring.statistics().submitted == 8
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [("/v1/completions", {"prompt": "a"}), ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})],
-)
-async def test_a_model_that_can_not_is_named(open_engine: Any, open_app: OpenApp, path: str, fields: Any) -> None:
-    http = await open_app(await open_engine())
-    response = await http.post(path, json={"model": "shmring-fingerprints", **fields})
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported_task")
-
-
 # -- tokens -------------------------------------------------------------------------------------------------------------
 
 
-async def test_tokens_are_asked_of_the_engine(open_engine: Any, open_app: OpenApp) -> None:
-    requests: list[GenerateRequest] = []
-
+async def test_tokens_are_asked_of_the_engine(open_talk: OpenTalk) -> None:
     async def tokenize(claim: shmring.Claim) -> None:
-        requests.append(claim.payload)
         is_text = isinstance(claim.payload.prompt, list)
         await claim.reply(GenerateReply("Hi", [], 0, 0, "stop") if is_text else GenerateReply("", [7, 8, 9], 3, 0, "stop"))
 
-    http = await open_app(await open_engine(tokenize, TALKING))
-    tokens = await http.post("/tokenize", json={"model": MODEL, "prompt": "Hi", "add_special_tokens": False})
-    assert tokens.json() == {"tokens": [7, 8, 9], "count": 3, "max_model_len": 99, "token_strs": None}
-    await http.post("/tokenize", json={"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]})
-    text = await http.post("/detokenize", json={"model": MODEL, "tokens": [7, 8, 9]})
-    assert text.json() == {"prompt": "Hi"}
-    prompt, conversation, back = requests
-    assert all(request.tokenize for request in requests)
-    assert (prompt.prompt, prompt.add_special_tokens, back.prompt) == ("Hi", False, [7, 8, 9])
-    assert [message.role for message in conversation.messages] == ["user"]
-
-
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-
-
-@for_each(
-    ("fields", "param"),
-    [
-        ({}, "prompt"),
-        ({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
-        ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0].image_url"),
-        ({"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, "add_special_tokens"),
-    ],
-)
-async def test_what_can_not_be_tokenised_is_refused(talking: httpx.AsyncClient, fields: Any, param: str) -> None:
-    response = await talking.post("/tokenize", json={"model": MODEL, **fields})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    talk = await open_talk(tokenize)
+    tokens = {"tokens": [7, 8, 9], "count": 3, "max_model_len": 99, "token_strs": None}
+    assert await talk.ask("/tokenize", {"model": "m", "prompt": "Hi", "add_special_tokens": False}) == tokens
+    assert await talk.ask("/tokenize", {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}) == tokens
+    assert await talk.ask("/detokenize", {"model": "m", "tokens": [7, 8, 9]}) == {"prompt": "Hi"}
+    assert [alone(request) for request in talk.requests] == [
+        GenerateRequest(prompt="Hi", add_special_tokens=False, tokenize=True),
+        GenerateRequest([ChatMessage("user", [TextPart("Hi")])], tokenize=True),
+        GenerateRequest(prompt=[7, 8, 9], tokenize=True),
+    ]
 
 
 @pytest.mark.parametrize(("path", "fields"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})])
 async def test_tokens_that_do_not_come_in_time_are_given_up(
-    open_engine: Any, open_app: OpenApp, path: str, fields: Any, monkeypatch: pytest.MonkeyPatch
+    open_talk: OpenTalk, path: str, fields: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where what takes long is not the engine's answer: its description is asked for first."""
 
@@ -250,23 +176,11 @@ async def test_tokens_that_do_not_come_in_time_are_given_up(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(ServedModel, "check", never)
-    http = await open_app(await open_engine(description=TALKING), request_timeout_s=0.05)
-    response = await http.post(path, json={"model": MODEL, **fields})
-    assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
+    talk = await open_talk(request_timeout_s=0.05)
+    assert await talk.refusal(path, {"model": "m"}, **fields) == (504, "request_timeout", None)
 
 
-# -- names and load -----------------------------------------------------------------------------------------------------
-
-
-async def test_a_model_may_have_several_names(open_core: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_core(), served_model_name=("one", "another"))
-    assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == ["one", "another"]
-    for name in ("one", "another"):
-        assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
-        assert (await http.post("/v1/completions", json=BODY | {"model": name})).json()["model"] == name
-    response = await http.post("/v1/completions", json=BODY)
-    assert response.status_code == 404
-    assert "'one', 'another'" in response.json()["error"]["message"]
+# -- load and health -----------------------------------------------------------------------------------------------------
 
 
 async def test_the_load_is_the_requests_in_the_engine(open_core: Any, open_app: OpenApp, eventually: Any) -> None:
@@ -274,7 +188,7 @@ async def test_the_load_is_the_requests_in_the_engine(open_core: Any, open_app: 
     http = await open_app(engine)
     assert (await http.get("/load")).json() == {"server_load": 0}
     await engine.client.pause_generation()
-    waiting = [asyncio.create_task(http.post("/v1/completions", json=BODY)) for _ in range(3)]
+    waiting = [asyncio.create_task(http.post(PATH, json=BODY)) for _ in range(3)]
 
     async def load() -> int:
         number: int = (await http.get("/load")).json()["server_load"]

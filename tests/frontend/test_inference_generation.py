@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 import shmring
-from shmring.engine.protocol import CAPABILITIES, GenerateReply, InputSpec, ModelDescription, TokenLogprobs
+from shmring.engine.protocol import GenerateReply, TokenLogprobs
 from shmring.frontend import inference
-from tests.tables import for_each
+from tests.frontend.talking import OpenTalk, data_events
 
-OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
-
-TALKING = ModelDescription("test", "m", ["generate", "complete"], InputSpec(), 8, capabilities=list(CAPABILITIES))
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION = {"model": "m", "prompt": "Hi"}
-PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
 
 
 async def three(claim: shmring.Claim) -> None:
@@ -42,56 +36,45 @@ async def likely(claim: shmring.Claim) -> None:
     await claim.reply(GenerateReply("éx", [2], 5, 2, "stop", logprobs=TOKENS[1:]))
 
 
-def events_of(response: httpx.Response) -> list[Any]:
-    *parts, done, rest = response.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(part.removeprefix("data: ")) for part in parts]
-
-
 def text_of(choice: Any) -> str:
     return choice["text"] if "text" in choice else (choice.get("message") or choice["delta"]).get("content") or ""
 
 
-@pytest.mark.parametrize("path", list(PATHS))
-async def test_a_request_has_several_answers(open_engine: Any, open_app: OpenApp, path: str) -> None:
-    http = await open_app(await open_engine(three, TALKING))
-    whole = (await http.post(path, json=PATHS[path] | {"n": 3})).json()
+@pytest.mark.parametrize(("path", "body"), [(CHATS, CHAT), (COMPLETIONS, COMPLETION)])
+async def test_a_request_has_several_answers(open_talk: OpenTalk, path: str, body: Any) -> None:
+    talk = await open_talk(three)
+    expected = [("a0!", "stop"), ("a1b1", "length"), ("a2b2", "length")]
+    usage = {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
+    whole = await talk.ask(path, body, n=3)
     found = [(choice["index"], text_of(choice), choice["finish_reason"]) for choice in whole["choices"]]
-    assert found == [(0, "a0!", "stop"), (1, "a1b1", "length"), (2, "a2b2", "length")]
-    assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
-
-
-@pytest.mark.parametrize("path", list(PATHS))
-async def test_a_stream_has_several_answers(open_engine: Any, open_app: OpenApp, path: str) -> None:
-    http = await open_app(await open_engine(three, TALKING))
-    fields = {"n": 3, "stream": True, "stream_options": {"include_usage": True}}
-    *events, last = events_of(await http.post(path, json=PATHS[path] | fields))
+    assert found == [(index, *answer) for index, answer in enumerate(expected)]
+    assert whole["usage"] == usage
+    assert [choice["logprobs"] for choice in whole["choices"]] == [None] * 3, "nobody has asked for them"
+    *events, last = data_events(await talk.ask(path, body, n=3, stream=True, stream_options={"include_usage": True}))
     choices = [event["choices"][0] for event in events]
-    for index, (text, reason) in enumerate([("a0!", "stop"), ("a1b1", "length"), ("a2b2", "length")]):
+    for index, (text, reason) in enumerate(expected):
         mine = [choice for choice in choices if choice["index"] == index]
         assert "".join(map(text_of, mine)) == text
         assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + [reason]
-    assert last["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
+    assert last["usage"] == usage
     roles = [choice["index"] for choice in choices if choice.get("delta", {}).get("role")]
-    assert roles == ([0, 1, 2] if "chat" in path else [])
+    assert roles == ([0, 1, 2] if path == CHATS else [])
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_is_missing_or_too_many_is_the_engines_fault(
-    open_engine: Any, open_app: OpenApp, stream: bool
-) -> None:
-    http = await open_app(await open_engine(three, TALKING))
+async def test_an_answer_that_is_missing_or_too_many_is_the_engines_fault(open_talk: OpenTalk, stream: bool) -> None:
+    talk = await open_talk(three)
     for n in (2, 4):
-        response = await http.post("/v1/chat/completions", json=CHAT | {"n": n, "stream": stream})
+        response = await talk.send(CHATS, CHAT | {"n": n, "stream": stream})
         assert (response.status_code == 500) != stream
         assert '"engine_error"' in response.text
         assert "[DONE]" not in response.text
 
 
-async def test_how_likely_tokens_of_a_chat_were(open_engine: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_engine(likely, TALKING))
+async def test_how_likely_tokens_of_a_chat_were(open_talk: OpenTalk) -> None:
+    talk = await open_talk(likely)
     body = CHAT | {"logprobs": True, "top_logprobs": 2}
-    [choice] = (await http.post("/v1/chat/completions", json=body)).json()["choices"]
+    [choice] = (await talk.ask(CHATS, body))["choices"]
     expected = [
         {
             "token": "Hé",
@@ -113,12 +96,12 @@ async def test_how_likely_tokens_of_a_chat_were(open_engine: Any, open_app: Open
         },
     ]
     assert choice["logprobs"] == {"content": expected}
-    events = events_of(await http.post("/v1/chat/completions", json=body | {"stream": True}))
+    events = data_events(await talk.ask(CHATS, body, stream=True))
     streamed = [event["choices"][0]["logprobs"] for event in events]
     assert [entry for part in streamed if part for entry in part["content"]] == expected
 
 
-async def test_parts_of_characters_are_told_by_their_bytes(open_engine: Any, open_app: OpenApp) -> None:
+async def test_parts_of_characters_are_told_by_their_bytes(open_talk: OpenTalk) -> None:
     """Callers join them; the types are those of OpenAI's client."""
     text = "é🙂x"
     pieces = ["é".encode(), b"\xf0\x9f", b"\x99\x82", b"x"]
@@ -127,13 +110,13 @@ async def test_parts_of_characters_are_told_by_their_bytes(open_engine: Any, ope
         tokens = [TokenLogprobs(piece, -0.5, [(piece, -0.5)]) for piece in pieces]
         await claim.reply(GenerateReply(text, [1, 2, 3, 4], 5, 4, "stop", logprobs=tokens))
 
-    http = await open_app(await open_engine(say, TALKING))
-    answer = (await http.post("/v1/chat/completions", json=CHAT | {"logprobs": True, "top_logprobs": 1})).json()
+    talk = await open_talk(say)
+    answer = await talk.ask(CHATS, CHAT | {"logprobs": True, "top_logprobs": 1})
     [choice] = ChatCompletion.model_validate(answer).choices
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
     assert b"".join(bytes(token.bytes or []) for token in choice.logprobs.content).decode() == text
-    completion = Completion.model_validate((await http.post("/v1/completions", json=COMPLETION | {"logprobs": 1})).json())
+    completion = Completion.model_validate(await talk.ask(COMPLETIONS, COMPLETION | {"logprobs": 1}))
     logprobs = completion.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.tokens == ["é", r"bytes:\xf0\x9f", r"bytes:\x99\x82", "x"]
@@ -141,10 +124,10 @@ async def test_parts_of_characters_are_told_by_their_bytes(open_engine: Any, ope
     assert logprobs.text_offset == [0, 1, 2, 2]
 
 
-async def test_how_likely_tokens_of_a_completion_were(open_engine: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_engine(likely, TALKING))
+async def test_how_likely_tokens_of_a_completion_were(open_talk: OpenTalk) -> None:
+    talk = await open_talk(likely)
     body = COMPLETION | {"logprobs": 2}
-    [choice] = (await http.post("/v1/completions", json=body)).json()["choices"]
+    [choice] = (await talk.ask(COMPLETIONS, body))["choices"]
     assert choice["logprobs"] == {
         "tokens": ["Hé", "x"],
         "token_logprobs": [-0.5, -9999.0],
@@ -160,35 +143,23 @@ async def test_how_likely_tokens_of_a_completion_were(open_engine: Any, open_app
         ],
         "text_offset": [0, 2],
     }
-    events = events_of(await http.post("/v1/completions", json=body | {"stream": True}))
+    events = data_events(await talk.ask(COMPLETIONS, body, stream=True))
     streamed = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
     joined = {name: [entry for part in streamed for entry in part[name]] for name in choice["logprobs"]}
     assert joined == choice["logprobs"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_has_only_so_many_logprobs(open_engine: Any, open_app: OpenApp, stream: bool) -> None:
-    """They are held until their caller has read them: 16 answers of 4096 tokens with 20 others each would be 93 MB."""
-    http = await open_app(await open_engine(likely, TALKING))
-    described = {"logprobs": True, "top_logprobs": 20, "stream": stream}
-    most = (256 << 10) // 21
-    assert (await http.post("/v1/chat/completions", json=CHAT | described | {"max_tokens": most})).status_code == 200
-    assert (await http.post("/v1/chat/completions", json=CHAT | described)).status_code == 200
-    many = {"prompt": ["Hi"] * 16, "logprobs": 20, "stream": stream}
-    for path, body in [
-        ("/v1/chat/completions", CHAT | described | {"max_tokens": most + 1}),
-        ("/v1/chat/completions", CHAT | described | {"max_completion_tokens": most + 1}),
-        ("/v1/chat/completions", CHAT | described | {"max_tokens": 4096, "n": 16}),
-        ("/v1/completions", COMPLETION | many | {"max_tokens": 4096}),
-    ]:
-        response = await http.post(path, json=body)
-        assert response.status_code == 400
-        error = response.json()["error"]
-        assert (error["code"], error["param"]) == ("invalid_value", "max_tokens")
-        assert "more than the 262144 logprobs that a request may have: lower max_tokens to" in error["message"]
+async def test_a_request_has_so_many_logprobs_at_most(open_talk: OpenTalk, stream: bool) -> None:
+    """They are held until their caller has read them: 16 answers of 4096 tokens with 20 others each would be 93 MB. (More are
+    refused: test_refused_bodies.py.)
+    """
+    talk = await open_talk(likely)
+    for most in ({"max_tokens": (256 << 10) // 21}, {}):
+        await talk.ask(CHATS, CHAT, logprobs=True, top_logprobs=20, stream=stream, **most)
 
 
-async def test_logprobs_are_held_in_one_form_only(open_engine: Any, open_app: OpenApp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_logprobs_are_held_in_one_form_only(open_talk: OpenTalk, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
     add = inference._Parts.add
 
@@ -198,44 +169,6 @@ async def test_logprobs_are_held_in_one_form_only(open_engine: Any, open_app: Op
         return result
 
     monkeypatch.setattr(inference._Parts, "add", noted)
-    http = await open_app(await open_engine(likely, TALKING))
-    await http.post("/v1/chat/completions", json=CHAT | {"logprobs": True})
+    talk = await open_talk(likely)
+    await talk.ask(CHATS, CHAT, logprobs=True)
     assert held == [[], [], []]
-
-
-@pytest.mark.parametrize("path", list(PATHS))
-async def test_without_being_asked_for_they_are_null(open_engine: Any, open_app: OpenApp, path: str) -> None:
-    async def plain(claim: shmring.Claim) -> None:
-        await claim.reply(GenerateReply("x", [1], 5, 1, "stop"))
-
-    http = await open_app(await open_engine(plain, TALKING))
-    [choice] = (await http.post(path, json=PATHS[path])).json()["choices"]
-    assert choice["logprobs"] is None
-
-
-@pytest.fixture
-async def synthetic(open_core: Any, open_app: OpenApp) -> httpx.AsyncClient:
-    return await open_app(await open_core())
-
-
-@for_each(
-    ("fields", "param"),
-    [
-        ({"n": 2}, "n"),
-        ({"min_tokens": 2}, "min_tokens"),
-        ({"presence_penalty": 0.1}, "presence_penalty"),
-        ({"frequency_penalty": 0.1}, "frequency_penalty"),
-        ({"stop_token_ids": [1]}, "stop_token_ids"),
-        ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-    ],
-)
-async def test_what_an_executor_does_not_know_is_refused_by_name(
-    synthetic: httpx.AsyncClient, fields: dict[str, Any], param: str
-) -> None:
-    """The synthetic one knows none of it."""
-    response = await synthetic.post("/v1/chat/completions", json=CHAT | {"model": "shmring-synthetic"} | fields)
-    error = response.json()["error"]
-    assert (response.status_code, error["code"], error["param"]) == (400, "unsupported_value", param)
-    assert f"{param} is not supported by the model 'shmring-synthetic' (executor synthetic)" in error["message"]

@@ -5,11 +5,8 @@ Requests are written, and answers and events are read, as the types of OpenAI's 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
-import msgspec
 import openai
 import pytest
 from openai.types.responses import (
@@ -23,21 +20,11 @@ from pydantic import TypeAdapter
 
 import shmring
 from shmring.engine.executors.trials import refused
-from shmring.engine.protocol import (
-    CAPABILITIES,
-    GenerateReply,
-    GenerateRequest,
-    InputSpec,
-    ModelDescription,
-    ToolCall,
-    parameters_of,
-)
-from tests.frontend.talking import named_events
+from shmring.engine.protocol import GenerateReply, GenerateRequest, ToolCall, parameters_of
+from tests.frontend.talking import MODEL, OpenTalk, Talk, model, named_events
 from tests.tables import for_each
 
-OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
-
-TALKING = ModelDescription("test", "m", ["generate"], InputSpec(), 8, tools=True, capabilities=list(CAPABILITIES))
+PATH = "/v1/responses"
 SCHEMA: dict[str, object] = {"type": "object", "properties": {"q": {"type": "string"}}}
 CRM: NamespaceToolParam = {
     "type": "namespace",
@@ -61,30 +48,16 @@ BODY: dict[str, Any] = {"model": "m", "input": "Hi", "tools": [PLAIN, CRM, MAIL]
 _EVENT = TypeAdapter[Any](ResponseStreamEvent)
 
 
-async def note_requests(
-    open_engine: Any, open_app: OpenApp, *calls: ToolCall, description: ModelDescription = TALKING
-) -> tuple[httpx.AsyncClient, list[GenerateRequest]]:
-    requests: list[GenerateRequest] = []
-
-    async def note(claim: shmring.Claim) -> None:
-        requests.append(claim.payload)
-        await claim.reply(GenerateReply("" if calls else "yes", [1], 1, 1, "tool_calls" if calls else "stop", list(calls)))
-
-    return await open_app(await open_engine(note, description)), requests
-
-
 @pytest.fixture
-async def noted(open_engine: Any, open_app: OpenApp) -> tuple[httpx.AsyncClient, list[GenerateRequest]]:
-    return await note_requests(open_engine, open_app)
+async def talk(open_talk: OpenTalk) -> Talk:
+    return await open_talk(description=model(strict_tools=False))
 
 
-async def test_the_model_is_told_of_functions_in_namespaces(open_engine: Any, open_app: OpenApp) -> None:
+async def test_the_model_is_told_of_functions_in_namespaces(talk: Talk) -> None:
     """What a namespace is for is said once, with its first function: templates have no other place for it."""
-    http, requests = await note_requests(open_engine, open_app)
-    response = await http.post("/v1/responses", json=BODY)
-    assert response.status_code == 200, response.text
+    response = await talk.send(PATH, BODY)
     assert response.headers["x-shmring-ignored-fields"] == "tools[1].tools[1]"
-    told = [tool["function"] for tool in requests[0].tools]
+    told = [tool["function"] for tool in talk.requests[0].tools]
     assert told == [
         {"name": "clock"},
         {"name": "crm__find", "description": "All about customers.\n\nFinds one.", "parameters": SCHEMA},
@@ -96,18 +69,18 @@ async def test_the_model_is_told_of_functions_in_namespaces(open_engine: Any, op
     assert [function.name for function in shown[1].tools] == ["find", "drop"]  # type: ignore[union-attr]
 
 
-async def test_a_call_names_its_namespace(open_engine: Any, open_app: OpenApp) -> None:
-    calls = [ToolCall(name, "{}", index=index) for index, name in enumerate(("crm__find", "clock", "unknown__f"))]
-    http, _ = await note_requests(open_engine, open_app, *calls)
+async def test_a_call_names_its_namespace(open_talk: OpenTalk) -> None:
+    async def call(claim: shmring.Claim) -> None:
+        calls = [ToolCall(name, "{}", index=index) for index, name in enumerate(("crm__find", "clock", "unknown__f"))]
+        await claim.reply(GenerateReply("", [1], 1, 1, "tool_calls", calls))
+
+    talk = await open_talk(call)
     expected = [("find", "crm"), ("clock", None), ("unknown__f", None)]
-    answer = (await http.post("/v1/responses", json=BODY)).json()
+    answer = await talk.ask(PATH, BODY)
     found: list[Any] = Response.model_validate(answer).output
     assert [(item.name, item.namespace) for item in found] == expected
     assert ["namespace" in item for item in answer["output"]] == [True, False, False]
-    events = [
-        _EVENT.validate_python(event)
-        for event in named_events((await http.post("/v1/responses", json=BODY | {"stream": True})).text)
-    ]
+    events = [_EVENT.validate_python(event) for event in named_events(await talk.ask(PATH, BODY, stream=True))]
     for kind in ("response.output_item.added", "response.output_item.done"):
         items = [event.item for event in events if event.type == kind]
         assert [(item.name, item.namespace) for item in items] == expected
@@ -126,7 +99,7 @@ async def test_a_conversation_goes_on_with_calls_in_namespaces(open_engine: Any,
         else:
             await claim.reply(GenerateReply("", [1], 1, 1, "tool_calls", [ToolCall("crm__find", '{"q":"Ada"}')]))
 
-    url = await open_server(await open_engine(call, TALKING))
+    url = await open_server(await open_engine(call, MODEL))
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
         first = await client.responses.create(model="m", input="Hi", tools=[CRM])
         [made] = first.output
@@ -153,64 +126,26 @@ async def test_a_conversation_goes_on_with_calls_in_namespaces(open_engine: Any,
         ("none", []),
     ],
 )
-async def test_a_choice_names_functions_in_namespaces(
-    noted: tuple[httpx.AsyncClient, list[GenerateRequest]], choice: Any, names: list[str]
-) -> None:
-    http, requests = noted
-    requests.clear()
-    response = await http.post("/v1/responses", json=BODY | {"tool_choice": choice})
-    assert response.status_code == 200, response.text
-    assert [tool["function"]["name"] for tool in requests[0].tools] == names
+async def test_a_choice_names_functions_in_namespaces(talk: Talk, choice: Any, names: list[str]) -> None:
+    await talk.ask(PATH, BODY, tool_choice=choice)
+    told = [tool["function"] for tool in talk.requests.pop().tools]
+    assert [function["name"] for function in told] == names
     about = {"crm__drop": "All about customers.", "mail__find": "Finds a letter."}  # the first of its namespace that is told
-    assert [tool["function"].get("description") for tool in requests[0].tools] == [about.get(name) for name in names]
+    assert [function.get("description") for function in told] == [about.get(name) for name in names]
 
 
-def crm(**fields: Any) -> dict[str, Any]:
-    return {"tools": [PLAIN, {**CRM, **fields}]}
-
-
-FIND = {"type": "function", "name": "find"}
-
-
-@for_each(
-    ("fields", "param"),
-    [
-        ({"tool_choice": {"type": "function", "name": "find"}}, "tool_choice"),  # there are two
-        ({"tool_choice": {"type": "function", "name": "lose"}}, "tool_choice"),
-        (crm(name=None), "tools[1].name"),
-        (crm(tools=None), "tools[1].tools"),
-        (crm(tools=[FIND, {"type": "function"}]), "tools[1].tools[1].name"),
-        (crm(tools=[FIND | {"name": "x" * 256}]), "tools[1].tools[0].name"),
-        (crm(tools=[FIND, FIND | {"name": "b", "parameters": {"x": 1 << 70}}]), "tools[1].tools[1].parameters"),
-        (crm(tools=[]) | {"tool_choice": {"type": "function", "name": "find"}}, "tool_choice"),
-        ({"tools": [{**CRM, "tools": [FIND]}, FIND | {"name": "crm__find"}]}, "tools[1].name"),  # two that the model can't tell
-        ({"tools": [{**CRM, "tools": [{"type": "custom", "name": "x"}]}]}, "tools[0].tools[0].type"),
-    ],
-)
-async def test_what_is_wrong_is_named_as_the_caller_wrote_it(
-    noted: tuple[httpx.AsyncClient, list[GenerateRequest]], fields: dict[str, Any], param: str
-) -> None:
-    http, requests = noted
-    error = (await http.post("/v1/responses", json=BODY | fields)).json()["error"]
-    assert error["param"] == param, error
-    assert requests == []
-
-
-async def test_a_schema_that_is_refused_is_named_where_it_stands(open_engine: Any, open_app: OpenApp) -> None:
+async def test_a_schema_that_is_refused_is_named_where_it_stands(open_talk: OpenTalk) -> None:
     async def refuse(claim: shmring.Claim) -> None:
         raise refused(f"no (in {parameters_of('crm__drop')}, at #)")
 
-    http = await open_app(await open_engine(refuse, TALKING))
-    error = (await http.post("/v1/responses", json=BODY)).json()["error"]
-    assert error["param"] == "tools[1].tools[2].parameters", error
+    talk = await open_talk(refuse)
+    assert await talk.refusal(PATH, BODY) == (400, "rejected_by_engine", "tools[1].tools[2].parameters")
 
 
 @pytest.mark.parametrize("can_keep", [True, False])
-async def test_strict_functions_in_namespaces_are_kept_to_or_named(open_engine: Any, open_app: OpenApp, can_keep: bool) -> None:
-    description = msgspec.structs.replace(TALKING, strict_tools=can_keep)
-    http, requests = await note_requests(open_engine, open_app, description=description)
+async def test_strict_functions_in_namespaces_are_kept_to_or_named(open_talk: OpenTalk, can_keep: bool) -> None:
+    talk = await open_talk(description=model(strict_tools=can_keep))
     strict = [{"type": "function", "name": "find", "strict": True, "parameters": SCHEMA}]
-    response = await http.post("/v1/responses", json=BODY | {"tools": [PLAIN, {**CRM, "tools": strict}]})
-    assert requests[0].strict_tools == (["crm__find"] if can_keep else [])
-    ignored = response.headers.get("x-shmring-ignored-fields")
+    ignored = await talk.ignored(PATH, BODY, tools=[PLAIN, {**CRM, "tools": strict}])
     assert ignored == (None if can_keep else "tools[1].tools[0].strict")
+    assert talk.requests[0].strict_tools == (["crm__find"] if can_keep else [])

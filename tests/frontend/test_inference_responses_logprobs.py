@@ -5,34 +5,18 @@ Answers and events are checked by the types of OpenAI's own client.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
-import msgspec
 import openai
-import pytest
 from openai.types.responses import Response, ResponseOutputMessage, ResponseOutputText, ResponseStreamEvent
 from openai.types.responses.response_output_text import Logprob
 from pydantic import TypeAdapter
 
 import shmring
-from shmring.engine.protocol import (
-    CAPABILITIES,
-    GenerateReply,
-    GenerateRequest,
-    InputSpec,
-    ModelDescription,
-    TextPart,
-    TokenLogprobs,
-    ToolCall,
-)
-from tests.frontend.talking import named_events
-from tests.tables import for_each
+from shmring.engine.protocol import GenerateReply, GenerateRequest, TokenLogprobs, ToolCall
+from tests.frontend.talking import MODEL, OpenTalk, named_events, said_in
 
-OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
-
-TALKING = ModelDescription("test", "m", ["generate"], InputSpec(), 8, tools=True, capabilities=list(CAPABILITIES))
+PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 BODY: dict[str, Any] = {"model": "m", "input": "Hi"}
 LIKELY = BODY | {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
@@ -66,12 +50,9 @@ def logprobs_of(answer: Any) -> list[list[Logprob]]:
     return found
 
 
-async def test_a_whole_answer_says_how_likely_the_tokens_of_its_text_were(open_engine: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_engine(think_and_call, TALKING))
-    response = await http.post("/v1/responses", json=LIKELY | {"tools": [TOOL]})
-    assert response.status_code == 200, response.text
-    assert "x-shmring-ignored-fields" not in response.headers
-    answer = response.json()
+async def test_a_whole_answer_says_how_likely_the_tokens_of_its_text_were(open_talk: OpenTalk) -> None:
+    talk = await open_talk(think_and_call)
+    answer = await talk.ask(PATH, LIKELY, tools=[TOOL])
     assert answer["top_logprobs"] == 2
     first, second = logprobs_of(answer)
     assert [token.token for token in first] == ["Let", " m", "é", "."]
@@ -87,10 +68,9 @@ async def test_a_whole_answer_says_how_likely_the_tokens_of_its_text_were(open_e
     }
 
 
-async def test_a_stream_says_it_with_each_piece_of_text(open_engine: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_engine(think_and_call, TALKING))
-    response = await http.post("/v1/responses", json=LIKELY | {"tools": [TOOL], "stream": True})
-    written = named_events(response.text)
+async def test_a_stream_says_it_with_each_piece_of_text(open_talk: OpenTalk) -> None:
+    talk = await open_talk(think_and_call)
+    written = named_events(await talk.ask(PATH, LIKELY, tools=[TOOL], stream=True))
     events = [_EVENT.validate_python(event) for event in written]
     deltas = [
         (event.delta, [token.token for token in event.logprobs])
@@ -114,14 +94,8 @@ async def test_a_stream_says_it_with_each_piece_of_text(open_engine: Any, open_a
     assert logprobs_of(written[-1]["response"]) == [[Logprob.model_validate(token) for token in each] for each in done]
 
 
-async def test_without_include_nothing_is_said(open_engine: Any, open_app: OpenApp) -> None:
-    requests: list[GenerateRequest] = []
-
-    async def note(claim: shmring.Claim) -> None:
-        requests.append(claim.payload)
-        await claim.reply(GenerateReply("yes", [1], 1, 1, "stop"))
-
-    http = await open_app(await open_engine(note, TALKING))
+async def test_without_include_nothing_is_said(open_talk: OpenTalk) -> None:
+    talk = await open_talk()
     for fields, asked, ignored in (
         ({}, None, None),
         ({"top_logprobs": 0}, None, None),
@@ -129,34 +103,10 @@ async def test_without_include_nothing_is_said(open_engine: Any, open_app: OpenA
         ({"include": LIKELY["include"]}, 0, None),
         (LIKELY, 2, None),
     ):
-        response = await http.post("/v1/responses", json=BODY | fields)
-        assert requests[-1].sampling.logprobs == asked
+        response = await talk.send(PATH, BODY | fields)
+        assert talk.requests[-1].sampling.logprobs == asked
         assert response.headers.get("x-shmring-ignored-fields") == ignored
         assert logprobs_of(response.json()) == [[]]
-
-
-@for_each(
-    ("fields", "param"),
-    [
-        ({"include": ["message.output_text.likelihoods"]}, "include[0]"),
-        (LIKELY | {"top_logprobs": 21}, "top_logprobs"),
-        (LIKELY | {"max_output_tokens": 100_000}, "max_output_tokens"),
-    ],
-)
-async def test_what_is_too_much_or_unknown_is_refused(said: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
-    response = await said.post("/v1/responses", json=BODY | fields)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
-
-
-@pytest.fixture
-async def said(open_engine: Any, open_app: OpenApp) -> httpx.AsyncClient:
-    return await open_app(await open_engine(think_and_call, TALKING))
-
-
-async def test_a_model_that_does_not_know_them_refuses_them(open_engine: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_engine(think_and_call, msgspec.structs.replace(TALKING, capabilities=[])))
-    error = (await http.post("/v1/responses", json=LIKELY)).json()["error"]
-    assert (error["code"], error["param"]) == ("unsupported_value", "include")
 
 
 async def test_a_conversation_goes_on_without_them(open_engine: Any, open_server: Any) -> None:
@@ -167,7 +117,7 @@ async def test_a_conversation_goes_on_without_them(open_engine: Any, open_server
         requests.append(claim.payload)
         await claim.reply(GenerateReply("Yes.", [1], 1, 1, "stop", logprobs=tokens("Yes", ".")))
 
-    url = await open_server(await open_engine(say, TALKING))
+    url = await open_server(await open_engine(say, MODEL))
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
         options: Any = {"model": "m", "include": LIKELY["include"], "top_logprobs": 2}
         first = await client.responses.create(input="Hi", **options)
@@ -179,8 +129,4 @@ async def test_a_conversation_goes_on_without_them(open_engine: Any, open_server
         answered: Any = listed.data[1]
         assert answered.content[0].logprobs == []
     for request in requests[1:]:
-        assert [[part.text for part in message.parts if isinstance(part, TextPart)] for message in request.messages] == [
-            ["Hi"],
-            ["Yes."],
-            ["Why?"],
-        ]
+        assert [texts for _, texts in said_in(request)] == [["Hi"], ["Yes."], ["Why?"]]

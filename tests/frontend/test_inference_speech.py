@@ -1,5 +1,7 @@
-"""/v1/audio/transcriptions and translations over HTTP, with a small handler as engine: what the engine is sent and what callers
-get. Answers and events are checked by the types of OpenAI's own client, and the client itself runs against a real server.
+"""/v1/audio/transcriptions and translations over HTTP, with a small handler as engine: what it is sent, and what callers get.
+
+Answers and events are checked by the types of OpenAI's own client, and the client itself runs against a real server. What
+is refused: test_refused_bodies.py; here, what is no form.
 """
 
 from __future__ import annotations
@@ -8,11 +10,9 @@ import asyncio
 import io
 import json
 import wave
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
-import msgspec
 import numpy as np
 import openai
 import pytest
@@ -23,19 +23,15 @@ import shmring
 from shmring.engine.protocol import (
     GenerateReply,
     GenerateRequest,
-    InputSpec,
-    ModelDescription,
-    SoundSpec,
+    SamplingParams,
     SpeechParams,
     SpeechSegment,
     SpeechWord,
     Waveform,
 )
-from tests.tables import for_each
+from shmring.frontend.settings import CorsSettings
+from tests.frontend.talking import MODEL, OpenTalk, Talk, alone
 
-OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
-
-HEARING = ModelDescription("test", "m", ["transcribe", "translate"], InputSpec(sound=SoundSpec("waveform", 16_000)), 8)
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 
 
@@ -72,20 +68,23 @@ async def say(claim: shmring.Claim) -> None:
 
 
 @pytest.fixture
-async def http(open_engine: Any, open_app: OpenApp) -> httpx.AsyncClient:
-    http = await open_app(await open_engine(say, HEARING))
-    del http.headers["content-type"]  # the form says its own
-    return http
+async def http(open_talk: OpenTalk) -> httpx.AsyncClient:
+    return forms_of(await open_talk(say))
 
 
-async def post(http: httpx.AsyncClient, path: str = TRANSCRIPTIONS, file: bytes | None = FILE, **fields: Any) -> httpx.Response:
-    files = {} if file is None else {"file": ("a.wav", file)}
-    return await http.post(path, data={"model": "m", **fields}, files=files or {"x": (None, "y")})
+def forms_of(talk: Talk) -> httpx.AsyncClient:
+    del talk.http.headers["content-type"]  # a form says its own
+    return talk.http
+
+
+async def post(http: httpx.AsyncClient, path: str = TRANSCRIPTIONS, **fields: Any) -> httpx.Response:
+    response = await http.post(path, data={"model": "m", **fields}, files={"file": ("a.wav", FILE)})
+    assert response.status_code in (200, 403), response.text
+    return response
 
 
 async def test_an_answer_is_a_text(http: httpx.AsyncClient) -> None:
     response = await post(http)
-    assert response.status_code == 200, response.text
     Transcription.model_validate(response.json(), strict=True)
     text = "It rains. --> Nobody\n\n minds."
     assert response.json() == {"text": text, "usage": {"type": "duration", "seconds": 2}}
@@ -95,25 +94,15 @@ async def test_an_answer_is_a_text(http: httpx.AsyncClient) -> None:
 
 
 async def test_an_answer_with_segments_says_all_of_them(http: httpx.AsyncClient) -> None:
-    for path, task in ((TRANSCRIPTIONS, "transcribe"), (TRANSLATIONS, "translate")):
+    for path, task, language in ((TRANSCRIPTIONS, "transcribe", "german"), (TRANSLATIONS, "translate", "english")):
         answer = (await post(http, path, response_format="verbose_json", temperature="0.5")).json()
-        language = "english" if task == "translate" else "german"
+        TranscriptionVerbose.model_validate(answer, strict=True)
         assert (answer["task"], answer["language"], answer["duration"]) == (task, language, 1.5)
         first, second = answer["segments"]
-        assert first == {
-            "id": 0,
-            "seek": 0,
-            "start": 0.02,
-            "end": 0.7,
-            "text": " It rains.",
-            "tokens": [1, 2],
-            "temperature": 0.5,
-            "avg_logprob": -0.25,
-            "compression_ratio": first["compression_ratio"],
-            "no_speech_prob": 0.125,
-        }
+        said = {"tokens": [1, 2], "temperature": 0.5, "avg_logprob": -0.25, "no_speech_prob": 0.125}
+        said |= {"id": 0, "seek": 0, "start": 0.02, "end": 0.7, "text": " It rains."}
+        assert first == said | {"compression_ratio": first["compression_ratio"]}
         assert (second["id"], second["start"]) == (1, 0.7)
-        TranscriptionVerbose.model_validate(answer, strict=True)
     granular = await post(http, response_format="verbose_json", **{"timestamp_granularities[]": "segment"})
     assert len(granular.json()["segments"]) == 2
 
@@ -141,40 +130,33 @@ async def test_a_stream_has_the_events_of_the_api(http: httpx.AsyncClient) -> No
     assert "".join(event["delta"] for event in deltas) == done["text"] == (await post(http)).json()["text"]
 
 
-async def test_the_engine_gets_the_recording_and_what_is_wanted(open_engine: Any, open_app: OpenApp) -> None:
-    requests: list[tuple[GenerateRequest, Any]] = []
-
-    async def note(claim: shmring.Claim) -> None:
+async def test_the_engine_gets_the_recording_and_what_is_wanted(open_talk: OpenTalk) -> None:
+    async def hear(claim: shmring.Claim) -> None:
         [medium] = claim.payload.media
         assert isinstance(medium, Waveform)
-        requests.append((msgspec.structs.replace(claim.payload, media=[]), (medium.sample_rate, medium.samples.numpy().copy())))
+        heard.append((medium.sample_rate, medium.samples.numpy().copy()))
+        claim.payload.media = []
         await claim.reply(GenerateReply("", [], 0, 0, "stop"))
 
-    http = await open_app(await open_engine(note, HEARING))
-    del http.headers["content-type"]
-    fields = {
-        "language": "de",
-        "prompt": "Häuser",
-        "temperature": "0.25",
-        "seed": "7",
-        "priority": "2",
-        "un known": "x",
-        "x" * 200: "y",
-    }
-    response = await post(http, **fields)
-    assert (response.status_code, response.json()["text"]) == (200, "")
+    heard: list[tuple[int, Any]] = []
+    talk = await open_talk(hear)
+    http = forms_of(talk)
+    fields = {"language": "de", "prompt": "Häuser", "temperature": "0.25", "seed": "7", "priority": "2"}
+    response = await post(http, **fields, **{"un known": "x", "x" * 200: "y"})
+    assert response.json()["text"] == ""
     assert response.headers["x-shmring-ignored-fields"] == f"un%20known, {'x' * 64}"
-    assert (await post(http, TRANSLATIONS)).status_code == 200
-    (heard, (rate, samples)), (translated, _) = requests
-    assert heard.speech == SpeechParams("transcribe", "de")
-    assert translated.speech == SpeechParams("translate")
-    assert (heard.prompt, heard.sampling.temperature, heard.sampling.seed, heard.priority) == ("Häuser", 0.25, 7, 2)
-    assert (translated.prompt, translated.sampling.temperature) == (None, 0.0)
-    assert rate == 16_000
-    assert np.abs(samples - SOUND).max() < 1e-4
+    await post(http, TRANSLATIONS)
+    sampling = SamplingParams(temperature=0.25, seed=7)
+    assert [alone(request) for request in talk.requests] == [
+        GenerateRequest(prompt="Häuser", sampling=sampling, priority=2, speech=SpeechParams("transcribe", "de"), stream=False),
+        GenerateRequest(sampling=SamplingParams(temperature=0.0), speech=SpeechParams("translate"), stream=False),
+    ]
+    for rate, samples in heard:
+        assert rate == 16_000
+        assert np.abs(samples - SOUND).max() < 1e-4
 
 
-async def test_words_have_times_where_the_model_says_them(open_engine: Any, open_app: OpenApp) -> None:
+async def test_words_have_times_where_the_model_says_them(open_talk: OpenTalk) -> None:
     wanted = []
 
     async def say_words(claim: shmring.Claim) -> None:
@@ -183,8 +165,7 @@ async def test_words_have_times_where_the_model_says_them(open_engine: Any, open
         said.words = [SpeechWord("It", 0.02, 0.3), SpeechWord("rains.", 0.3333333, 0.7)] if wanted[-1] else []
         await claim.reply(GenerateReply(" It rains.", [1, 2], 0, 3, "stop", segments=[said], language="english"))
 
-    http = await open_app(await open_engine(say_words, msgspec.structs.replace(HEARING, word_times=True)))
-    del http.headers["content-type"]
+    http = forms_of(await open_talk(say_words))
     words = [{"word": "It", "start": 0.02, "end": 0.3}, {"word": "rains.", "start": 0.333, "end": 0.7}]
     for granularities, has_words, has_segments in (
         (["word"], True, False),
@@ -196,52 +177,6 @@ async def test_words_have_times_where_the_model_says_them(open_engine: Any, open
         assert answer.get("words") == (words if has_words else None)
         assert ("segments" in answer) == has_segments
     assert wanted == [True, True, False]
-
-
-@for_each(
-    ("path", "fields", "param", "code"),
-    [
-        (TRANSCRIPTIONS, {"model": ""}, "model", "invalid_value"),
-        (TRANSCRIPTIONS, {"file": None}, "file", "invalid_value"),
-        (TRANSCRIPTIONS, {"file": b"no recording"}, "file", "invalid_audio"),
-        (TRANSCRIPTIONS, {"file": b""}, "file", "invalid_audio"),
-        (TRANSCRIPTIONS, {"response_format": "xml"}, "response_format", "invalid_value"),
-        (TRANSCRIPTIONS, {"response_format": "diarized_json"}, "response_format", "invalid_value"),
-        (TRANSCRIPTIONS, {"temperature": "hot"}, "temperature", "invalid_value"),
-        (TRANSCRIPTIONS, {"temperature": "2"}, "temperature", "invalid_value"),
-        (TRANSCRIPTIONS, {"temperature": ["0", "1"]}, "temperature", "invalid_value"),
-        (TRANSCRIPTIONS, {"stream": "maybe"}, "stream", "invalid_value"),
-        (TRANSCRIPTIONS, {"stream": "true", "response_format": "srt"}, "response_format", "unsupported_value"),
-        (
-            TRANSCRIPTIONS,
-            {"timestamp_granularities[]": "word", "response_format": "verbose_json"},
-            "timestamp_granularities",
-            "unsupported_value",
-        ),
-        (TRANSCRIPTIONS, {"timestamp_granularities[]": "word"}, "timestamp_granularities", "invalid_value"),
-        (TRANSCRIPTIONS, {"timestamp_granularities[]": "segment"}, "timestamp_granularities", "invalid_value"),
-        (TRANSCRIPTIONS, {"include[]": "logprobs"}, "include", "unsupported_value"),
-        (TRANSCRIPTIONS, {"top_p": "0.5"}, "top_p", "unsupported_value"),
-        (TRANSCRIPTIONS, {"prompt": "x" * 70_000}, "prompt", "text_too_long"),
-        (TRANSCRIPTIONS, {"priority": "-1"}, "priority", "unsupported_value"),
-        (TRANSLATIONS, {"to_language": "fr"}, "to_language", "unsupported_value"),
-    ],
-)
-async def test_what_is_wrong_is_named(
-    http: httpx.AsyncClient, path: str, fields: dict[str, Any], param: str, code: str
-) -> None:
-    response = await post(http, path, **fields)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (400, param, code), error
-
-
-async def test_a_model_that_hears_nothing_says_what_it_does(open_core: Any, open_app: OpenApp) -> None:
-    http = await open_app(await open_core())
-    del http.headers["content-type"]
-    for path, name in ((TRANSCRIPTIONS, "transcriptions"), (TRANSLATIONS, "translations")):
-        error = (await post(http, path, model="shmring-synthetic")).json()["error"]
-        assert (error["code"], error["param"]) == ("unsupported_task", "model")
-        assert f"does not do {name}" in error["message"]
 
 
 # -- forms --------------------------------------------------------------------------------------------------------------------
@@ -272,10 +207,10 @@ def form(*parts: bytes, end: bytes = b"--b--\r\n") -> bytes:
     ],
 )
 async def test_forms_that_are_none_are_refused(
-    open_engine: Any, open_app: OpenApp, caplog: pytest.LogCaptureFixture, body: bytes, status: int, code: str
+    open_talk: OpenTalk, caplog: pytest.LogCaptureFixture, body: bytes, status: int, code: str
 ) -> None:
-    http = await open_app(await open_engine(say, HEARING), max_body_nbytes=30_000)
-    response = await http.post(TRANSCRIPTIONS, content=body, headers={"content-type": "multipart/form-data; boundary=b"})
+    talk = await open_talk(say, max_body_nbytes=30_000)
+    response = await talk.send(TRANSCRIPTIONS, body, headers={"content-type": "multipart/form-data; boundary=b"})
     assert (response.status_code, response.json()["error"]["code"]) == (status, code), response.text
     assert "character 9" not in response.text
     assert not caplog.records  # what is wrong with a caller's form is for that caller to know
@@ -291,27 +226,25 @@ async def test_a_body_that_is_no_form_is_refused(http: httpx.AsyncClient) -> Non
     assert response.status_code == 415
 
 
-async def test_pages_of_other_sites_post_no_forms(open_engine: Any, open_app: OpenApp) -> None:
+@pytest.mark.parametrize(
+    ("settings", "statuses"),
+    [
+        ({}, {"http://test": 200, "http://evil.example": 403, "null": 403, "http://test:81": 403}),
+        (
+            {"cors": CorsSettings(allowed_origins=("http://friend.example",))},
+            {"http://friend.example": 200, "http://evil.example": 403},
+        ),
+    ],
+    ids=["nobody is allowed to", "one is allowed to"],
+)
+async def test_pages_of_other_sites_post_no_forms(open_talk: OpenTalk, settings: Any, statuses: dict[str, int]) -> None:
     """A browser asks before it posts JSON, and not before it posts a form."""
-    engine = await open_engine(say, HEARING)
-    http = await open_app(engine)
-    del http.headers["content-type"]
-    for origin, status in (("http://test", 200), ("http://evil.example", 403), ("null", 403), ("http://test:81", 403)):
+    http = forms_of(await open_talk(say, **settings))
+    for origin, status in statuses.items():
         http.headers["origin"] = origin
         response = await post(http)
         assert response.status_code == status, origin
         assert status == 200 or response.json()["error"]["code"] == "origin_not_allowed"
-
-
-async def test_pages_of_allowed_sites_post_forms(open_engine: Any, open_app: OpenApp) -> None:
-    from shmring.frontend.settings import CorsSettings
-
-    cors = CorsSettings(allowed_origins=("http://friend.example",))
-    http = await open_app(await open_engine(say, HEARING), cors=cors)
-    del http.headers["content-type"]
-    for origin, status in (("http://friend.example", 200), ("http://evil.example", 403)):
-        http.headers["origin"] = origin
-        assert (await post(http)).status_code == status
 
 
 # -- the client ---------------------------------------------------------------------------------------------------------------
@@ -320,23 +253,21 @@ async def test_pages_of_allowed_sites_post_forms(open_engine: Any, open_app: Ope
 async def test_the_client_hears(open_engine: Any, open_server: Any) -> None:
     """Also a file of some megabytes, which comes in many pieces."""
     noise = np.random.default_rng(4).uniform(-0.5, 0.5, 60 * 16_000).astype(np.float32)
-    url = await open_server(await open_engine(say, HEARING, slab_nbytes="32MiB"), api_keys=("a-key",))
+    url = await open_server(await open_engine(say, MODEL, slab_nbytes="32MiB"), api_keys=("a-key",))
     text = "It rains. --> Nobody\n\n minds."
 
     def hear() -> None:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="a-key", max_retries=0) as client:
-            answer = client.audio.transcriptions.create(model="m", file=("a.wav", wav(noise)))
+            hearing = client.audio.transcriptions
+            asked: Any = {"model": "m", "file": ("a.wav", FILE)}
+            answer = hearing.create(model="m", file=("a.wav", wav(noise)))
             assert (answer.text, answer.usage.seconds) == (text, 60)
-            verbose = client.audio.transcriptions.create(
-                model="m", file=("a.wav", FILE), response_format="verbose_json", timestamp_granularities=["segment"]
-            )
+            verbose = hearing.create(**asked, response_format="verbose_json", timestamp_granularities=["segment"])
             assert [item.text for item in verbose.segments] == [piece.text for piece in PIECES]
-            assert client.audio.translations.create(model="m", file=("a.wav", FILE)).text == text
-            assert client.audio.transcriptions.create(model="m", file=("a.wav", FILE), response_format="vtt").startswith(
-                "WEBVTT"
-            )
+            assert client.audio.translations.create(**asked).text == text
+            assert hearing.create(**asked, response_format="vtt").startswith("WEBVTT")
             with pytest.raises(openai.BadRequestError, match="recording"):
-                client.audio.transcriptions.create(model="m", file=("a.wav", b"x"))
+                hearing.create(model="m", file=("a.wav", b"x"))
 
     await asyncio.to_thread(hear)
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="a-key", max_retries=0) as client:

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
 import shmring
-from shmring.engine.protocol import (
-    GenerateReply,
-    GenerateRequest,
-    InputSpec,
-    MediumPart,
-    ModelDescription,
-    PictureSpec,
-    TextPart,
-    ToolCall,
-)
+from shmring.engine.protocol import GenerateReply, GenerateRequest, MediumPart, ToolCall
 from shmring.frontend.openai.input_items import _part
+from tests.frontend.talking import LARGE_PICTURE, MODEL, PICTURE, picture_url, said_in
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
-TALKING = ModelDescription("test", "m", ["generate"], InputSpec(picture=PictureSpec()), 8, tools=True, template_options=True)
 TOOL: Any = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 KEYS = ("a-key-of-mine", "a-key-of-yours")
-PIXELS = np.random.default_rng(6).integers(0, 256, (24, 32, 3), np.uint8)
 
 
-class Talk:
+class Conversation:
     """An engine that calls a tool, and says what it has heard."""
 
     def __init__(self) -> None:
@@ -53,20 +41,17 @@ class Talk:
     @property
     def heard(self) -> list[tuple[str, list[Any]]]:
         """The messages of the last request."""
-        return [
-            (message.role, [part.text if isinstance(part, TextPart) else part.index for part in message.parts])
-            for message in self.requests[-1].messages
-        ]
+        return said_in(self.requests[-1])
 
 
 @pytest.fixture
-def talk() -> Talk:
-    return Talk()
+def talk() -> Conversation:
+    return Conversation()
 
 
 @pytest.fixture
-async def url(talk: Talk, open_engine: Any, open_server: Any) -> str:
-    address: str = await open_server(await open_engine(talk.answer, TALKING), api_keys=KEYS)
+async def url(talk: Conversation, open_engine: Any, open_server: Any) -> str:
+    address: str = await open_server(await open_engine(talk.answer, MODEL), api_keys=KEYS)
     return address
 
 
@@ -82,7 +67,19 @@ async def others(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
         yield yours
 
 
-async def test_a_response_is_gone_on_from(client: openai.AsyncOpenAI, talk: Talk) -> None:
+async def check_unknown(client: openai.AsyncOpenAI, *names: str | None) -> None:
+    """A caller finds none of these responses, and goes on from none."""
+    for name in names:
+        assert name is not None
+        for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+            with pytest.raises(openai.NotFoundError, match="store to false"):
+                await ask(name)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(model="m", input="Two", previous_response_id=name)
+        assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+
+
+async def test_a_response_is_gone_on_from(client: openai.AsyncOpenAI, talk: Conversation) -> None:
     first = await client.responses.create(model="m", input="One", instructions="Be brief.")
     assert (first.store, first.previous_response_id) == (True, None)
     second = await client.responses.create(model="m", input=[{"role": "user", "content": "Two"}], previous_response_id=first.id)
@@ -102,7 +99,7 @@ async def test_a_response_is_gone_on_from(client: openai.AsyncOpenAI, talk: Talk
     assert len(talk.heard) == 7
 
 
-async def test_items_are_referred_to_as_the_ai_sdk_does(client: openai.AsyncOpenAI, talk: Talk) -> None:
+async def test_items_are_referred_to_as_the_ai_sdk_does(client: openai.AsyncOpenAI, talk: Conversation) -> None:
     user: Any = {"role": "user", "content": [{"type": "input_text", "text": "Go"}]}
     first = await client.responses.create(model="m", input=[user], tools=[TOOL])
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
@@ -133,12 +130,7 @@ async def test_a_response_is_returned_cancelled_and_deleted(client: openai.Async
     async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEYS[0]}"}) as http:
         answer = (await http.delete(f"{url}/v1/responses/{made.id}")).json()
     assert answer == {"id": made.id, "deleted": True, "object": "response"}
-    for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError, match="store to false"):
-            await ask(made.id)
-    with pytest.raises(openai.BadRequestError) as caught:
-        await client.responses.create(model="m", input="Two", previous_response_id=made.id)
-    assert (caught.value.code, caught.value.param) == ("previous_response_not_found", "previous_response_id")
+    await check_unknown(client, made.id)
 
 
 async def test_the_input_of_a_response_is_listed(client: openai.AsyncOpenAI, others: openai.AsyncOpenAI) -> None:
@@ -183,15 +175,8 @@ async def test_the_input_of_a_response_is_listed(client: openai.AsyncOpenAI, oth
 
 async def test_the_name_of_an_item_is_none_of_a_response(client: openai.AsyncOpenAI) -> None:
     made = await client.responses.create(model="m", input="One")
-    item = made.output[0].id
-    assert item is not None
-    for name in (item, item.replace("msg", "resp"), made.id.replace("resp", "msg"), f"{made.id}0"):
-        for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-            with pytest.raises(openai.NotFoundError):
-                await ask(name)
-        with pytest.raises(openai.BadRequestError) as caught:
-            await client.responses.create(model="m", input="Two", previous_response_id=name)
-        assert caught.value.param == "previous_response_id"
+    item = made.output[0].id or ""
+    await check_unknown(client, item, item.replace("msg", "resp"), made.id.replace("resp", "msg"), f"{made.id}0")
     assert (await client.responses.retrieve(made.id)).id == made.id
 
 
@@ -208,10 +193,7 @@ async def test_what_is_streamed_is_there_when_its_last_event_has_come(client: op
 async def test_what_is_not_to_be_kept_is_not(client: openai.AsyncOpenAI) -> None:
     made = await client.responses.create(model="m", input="One", store=False)
     assert made.store is False
-    with pytest.raises(openai.NotFoundError):
-        await client.responses.retrieve(made.id)
-    with pytest.raises(openai.BadRequestError):
-        await client.responses.create(model="m", input="Two", previous_response_id=made.id)
+    await check_unknown(client, made.id)
     item: Any = {"type": "item_reference", "id": made.output[0].id}
     with pytest.raises(openai.NotFoundError) as caught:
         await client.responses.create(model="m", input=[{"role": "user", "content": "Two"}, item])
@@ -220,22 +202,16 @@ async def test_what_is_not_to_be_kept_is_not(client: openai.AsyncOpenAI) -> None
 
 async def test_one_callers_items_are_never_anothers(client: openai.AsyncOpenAI, others: openai.AsyncOpenAI) -> None:
     made = await client.responses.create(model="m", input="One")
-    for ask in (others.responses.retrieve, others.responses.delete, others.responses.cancel):
-        with pytest.raises(openai.NotFoundError):
-            await ask(made.id)
-    with pytest.raises(openai.BadRequestError):
-        await others.responses.create(model="m", input="Two", previous_response_id=made.id)
+    await check_unknown(others, made.id)
     with pytest.raises(openai.NotFoundError):
         await others.responses.create(model="m", input=[{"type": "item_reference", "id": made.output[0].id}])
     assert (await client.responses.retrieve(made.id)).id == made.id
 
 
-async def test_pictures_are_kept_with_the_conversation(client: openai.AsyncOpenAI, talk: Talk, encoded: Any) -> None:
+async def test_pictures_are_kept_with_the_conversation(client: openai.AsyncOpenAI, talk: Conversation) -> None:
     """Also those that are so large that they are cut out of their body."""
-    large = np.random.default_rng(1).integers(0, 256, (800, 800, 3), np.uint8)
-    for pixels in (PIXELS, large):
-        url = f"data:image/png;base64,{base64.b64encode(encoded(pixels)).decode()}"
-        part: Any = {"type": "input_image", "image_url": url, "detail": "auto"}
+    for pixels in (PICTURE, LARGE_PICTURE):
+        part: Any = {"type": "input_image", "image_url": picture_url(pixels), "detail": "auto"}
         question: Any = {"role": "user", "content": [{"type": "input_text", "text": "What?"}, part]}
         first = await client.responses.create(model="m", input=[question])
         assert first.store
@@ -245,9 +221,9 @@ async def test_pictures_are_kept_with_the_conversation(client: openai.AsyncOpenA
 
 
 async def test_what_is_too_large_is_answered_and_says_that_it_is_not_kept(
-    open_engine: Any, open_app: OpenApp, talk: Talk
+    open_engine: Any, open_app: OpenApp, talk: Conversation
 ) -> None:
-    http = await open_app(await open_engine(talk.answer, TALKING), response_store_nbytes=128 << 10)
+    http = await open_app(await open_engine(talk.answer, MODEL), response_store_nbytes=128 << 10)
     answer = (await http.post("/v1/responses", json={"model": "m", "input": "x" * 100_000})).json()
     assert (answer["status"], answer["store"]) == ("completed", False)
     assert (await http.get(f"/v1/responses/{answer['id']}")).status_code == 404
@@ -256,8 +232,8 @@ async def test_what_is_too_large_is_answered_and_says_that_it_is_not_kept(
     Response.model_validate(small)
 
 
-async def test_a_server_may_keep_none(open_engine: Any, open_app: OpenApp, talk: Talk) -> None:
-    http = await open_app(await open_engine(talk.answer, TALKING), response_lifetime_s=0.0)
+async def test_a_server_may_keep_none(open_engine: Any, open_app: OpenApp, talk: Conversation) -> None:
+    http = await open_app(await open_engine(talk.answer, MODEL), response_lifetime_s=0.0)
     answer = (await http.post("/v1/responses", json={"model": "m", "input": "Hi"})).json()
     assert answer["store"] is False
     for fields, status, param in (
@@ -273,8 +249,8 @@ async def test_a_server_may_keep_none(open_engine: Any, open_app: OpenApp, talk:
     assert (await http.get(f"/v1/responses/{answer['id']}")).status_code == 404
 
 
-async def test_a_conversation_has_only_so_many_items(open_engine: Any, open_app: OpenApp, talk: Talk) -> None:
-    http = await open_app(await open_engine(talk.answer, TALKING))
+async def test_a_conversation_has_only_so_many_items(open_engine: Any, open_app: OpenApp, talk: Conversation) -> None:
+    http = await open_app(await open_engine(talk.answer, MODEL))
     items = [{"role": "user", "content": "x"}] * 4000
     first = (await http.post("/v1/responses", json={"model": "m", "input": items})).json()
     body = {"model": "m", "input": items[:200], "previous_response_id": first["id"]}
