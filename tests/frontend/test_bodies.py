@@ -17,41 +17,35 @@ from shmring.frontend.errors import ApiError
 from shmring.frontend.settings import FrontendSettings
 
 
-class Sender:
-    """A caller that sends a piece at each call of a method."""
+class Reading:
+    """A body that is being read, and its caller, who sends a piece at each call of a method."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: BodyReader, *pieces: bytes) -> None:
         self.receives = 0
+        self.share = BodyShare(reader.memory)
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.send(*pieces)
+        self.task = asyncio.create_task(reader.read(self._receive, self.share, 0))
 
-    def send(self, body: bytes, *, more: bool = True) -> None:
-        self._messages.put_nowait({"type": "http.request", "body": body, "more_body": more})
+    def send(self, *pieces: bytes, more: bool = True) -> None:
+        for piece in pieces:
+            self._messages.put_nowait({"type": "http.request", "body": piece, "more_body": more})
 
-    def hang_up(self) -> None:
+    async def hang_up(self) -> None:
         self._messages.put_nowait({"type": "http.disconnect"})
+        with pytest.raises(HungUp):
+            await self.task
 
-    async def receive(self) -> Any:
+    async def cancel(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+    async def _receive(self) -> Any:
         self.receives += 1
         return await self._messages.get()
 
 
-class Reading:
-    """A body that is being read."""
-
-    def __init__(self, reader: BodyReader, sender: Sender) -> None:
-        self.sender = sender
-        self.share = BodyShare(reader.memory)
-        self.task = asyncio.create_task(reader.read(sender.receive, self.share, 0))
-
-
-Begin = Callable[[BodyReader], Reading]
 PassTime = Callable[[float], Awaitable[None]]
-
-
-@pytest.fixture
-def begin() -> Begin:
-    """``begin(reader)``: a body that is being read, of which nothing has come."""
-    return lambda reader: Reading(reader, Sender())
 
 
 @pytest.fixture(autouse=True)
@@ -63,17 +57,16 @@ def reader_of(**settings: Any) -> BodyReader:
     return BodyReader(FrontendSettings(**settings))
 
 
-async def refusal(task: Awaitable[object]) -> ApiError:
+async def refusal(reading: Reading) -> ApiError:
     with pytest.raises(ApiError) as raised:
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(reading.task, 5)
     return raised.value
 
 
-async def test_pieces_are_joined_and_count_until_they_are_released(begin: Begin) -> None:
+async def test_pieces_are_joined_and_count_until_they_are_released() -> None:
     reader = reader_of()
-    reading = begin(reader)
-    for piece, more in ((b"one ", True), (b"two ", True), (b"three", False)):
-        reading.sender.send(piece, more=more)
+    reading = Reading(reader, b"one ", b"two ")
+    reading.send(b"three", more=False)
     assert (await reading.task).content == b"one two three"
     assert reader.memory.nbytes == 13
     for _ in range(2):
@@ -81,21 +74,17 @@ async def test_pieces_are_joined_and_count_until_they_are_released(begin: Begin)
     assert reader.memory.nbytes == 0
 
 
-async def test_a_small_body_is_read_even_when_the_memory_is_used_up(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_small_body_is_read_even_when_the_memory_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = reader_of(max_bodies_nbytes=10)
-    full, overdrawing = begin(reader), begin(reader)
-    for reading in (full, overdrawing):
-        reading.sender.send(b"x" * 10)
+    full, overdrawing = Reading(reader, b"x" * 10), Reading(reader, b"x" * 10)
     while reader.memory.nbytes < 20:
         await asyncio.sleep(0)
     monkeypatch.setattr(bodies, "_FREE_NBYTES", 10)
-    small = begin(reader)
-    small.sender.send(b"x" * 10, more=False)
+    small = Reading(reader)
+    small.send(b"x" * 10, more=False)
     await asyncio.wait_for(small.task, 1)
-    for reading in (full, overdrawing):
-        reading.sender.hang_up()
-        with pytest.raises(HungUp):
-            await reading.task
+    await full.hang_up()
+    await overdrawing.hang_up()
 
 
 @pytest.mark.parametrize("values", [1, MAX_VALUES])
@@ -121,129 +110,114 @@ async def test_a_short_body_that_is_there_is_read_at_once_unless_it_has_too_many
     assert share.nbytes == 0
 
 
-async def test_while_memory_is_full_one_body_goes_on_and_the_others_wait_in_order(begin: Begin, eventually: Any) -> None:
+async def test_while_memory_is_full_one_body_goes_on_and_the_others_wait_in_order(eventually: Any) -> None:
     reader = reader_of(max_bodies_nbytes=30)
-    readings = [begin(reader) for _ in range(6)]
-    for reading in readings:
-        reading.sender.send(b"x" * 10)
+    readings = [Reading(reader, b"x" * 10) for _ in range(6)]
     first, second, third, fourth, fifth, sixth = readings
-    await eventually(lambda: fourth.sender.receives == 2)  # the fourth overdraws
-    assert [reading.sender.receives for reading in readings] == [2, 2, 2, 2, 1, 1]
-    first.sender.send(b"x" * 10)  # it has to wait behind those
-    fourth.sender.send(b"x" * 100, more=False)
+    await eventually(lambda: fourth.receives == 2)  # the fourth overdraws
+    assert [reading.receives for reading in readings] == [2, 2, 2, 2, 1, 1]
+    first.send(b"x" * 10)  # it has to wait behind those
+    fourth.send(b"x" * 100, more=False)
     await fourth.task
     assert reader.memory.nbytes == 140
-    second.task.cancel()
-    await asyncio.wait([second.task])
+    await second.cancel()
     second.share.release()
-    assert fifth.sender.receives == 1, "only what makes room lets others in"
+    assert fifth.receives == 1, "only what makes room lets others in"
     fourth.share.release()
-    await eventually(lambda: (fifth.sender.receives, sixth.sender.receives) == (2, 2))
-    assert first.sender.receives == 2
+    await eventually(lambda: (fifth.receives, sixth.receives) == (2, 2))
+    assert first.receives == 2
     for reading in (third, fifth, sixth):
-        reading.sender.hang_up()
-        with pytest.raises(HungUp):
-            await reading.task
+        await reading.hang_up()
         reading.share.release()
-    await eventually(lambda: first.sender.receives == 3)
-    first.sender.send(b"", more=False)
+    await eventually(lambda: first.receives == 3)
+    first.send(b"", more=False)
     assert len((await first.task).content) == 20
     first.share.release()
     assert reader.memory.nbytes == 0
 
 
-async def test_a_body_that_gives_up_waiting_for_memory_leaves_the_line(begin: Begin, eventually: Any) -> None:
+async def test_a_body_that_gives_up_waiting_for_memory_leaves_the_line(eventually: Any) -> None:
     reader = reader_of(max_bodies_nbytes=10)
-    readings = [begin(reader) for _ in range(4)]
-    for reading in readings:
-        reading.sender.send(b"x" * 10)
-    full, overdrawing, leaving, waiting = readings
-    await eventually(lambda: overdrawing.sender.receives == 2)
+    full, overdrawing, leaving, waiting = (Reading(reader, b"x" * 10) for _ in range(4))
+    await eventually(lambda: overdrawing.receives == 2)
     leaving.task.cancel()
     overdrawing.task.cancel()
     await asyncio.wait([leaving.task, overdrawing.task])
     for reading in (leaving, overdrawing):
         reading.share.release()
-    await eventually(lambda: waiting.sender.receives == 2)
+    await eventually(lambda: waiting.receives == 2)
     assert reader.memory.nbytes == 20
-    for reading in (full, waiting):
-        reading.task.cancel()
-    await asyncio.wait([full.task, waiting.task])
+    await full.cancel()
+    await waiting.cancel()
 
 
-async def test_memory_that_does_not_come_free_is_a_503(begin: Begin) -> None:
+async def test_memory_that_does_not_come_free_is_a_503() -> None:
     reader = reader_of(max_bodies_nbytes=10, queue_timeout_s=0.02)
-    readings = [begin(reader) for _ in range(3)]
-    for reading in readings:
-        reading.sender.send(b"x" * 10)
-    error = await refusal(readings[2].task)
+    *others, last = [Reading(reader, b"x" * 10) for _ in range(3)]
+    error = await refusal(last)
     assert (error.status, error.code, error.retry_after_s) == (503, "overloaded", 1)
-    for reading in readings[:2]:
-        reading.task.cancel()
+    for reading in others:
+        await reading.cancel()
 
 
-async def test_a_body_that_is_refused_midway_takes_no_memory_while_its_rest_is_read(begin: Begin, eventually: Any) -> None:
+async def test_a_body_that_is_refused_midway_takes_no_memory_while_its_rest_is_read(eventually: Any) -> None:
     reader = reader_of(max_body_nbytes=10)
-    reading = begin(reader)
-    for piece in (b"12345678", b"and more"):
-        reading.sender.send(piece)
-    await eventually(lambda: reading.sender.receives == 3)
+    reading = Reading(reader, b"12345678", b"and more")
+    await eventually(lambda: reading.receives == 3)
     assert reader.memory.nbytes == 0
-    reading.sender.send(b"", more=False)
-    assert (await refusal(reading.task)).status == 413
+    reading.send(b"", more=False)
+    assert (await refusal(reading)).status == 413
 
 
 @pytest.mark.adjustable_clock
-async def test_a_body_that_stands_still_is_a_408(begin: Begin, pass_time: PassTime, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_stands_still_is_a_408(pass_time: PassTime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_IDLE_S", 600.0)
-    reading = begin(reader_of(body_timeout_s=6000))
+    reading = Reading(reader_of(body_timeout_s=6000))
     for _ in range(2):
-        reading.sender.send(bytes(2000 * bodies._LEAST_BYTES_PER_S))
+        reading.send(bytes(2000 * bodies._LEAST_BYTES_PER_S))
         await pass_time(400.0)
     assert not reading.task.done()
     await pass_time(300.0)
-    error = await refusal(reading.task)
+    error = await refusal(reading)
     assert (error.status, error.code, error.headers) == (408, "body_timeout", {"connection": "close"})
 
 
 @pytest.mark.adjustable_clock
-async def test_a_body_has_a_least_rate(begin: Begin, pass_time: PassTime, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_has_a_least_rate(pass_time: PassTime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_IDLE_S", 6000.0)
     monkeypatch.setattr(bodies, "_GRACE_S", 600.0)
     monkeypatch.setattr(bodies, "_LEAST_BYTES_PER_S", 10)
     reader = reader_of(body_timeout_s=6000)
-    slow, fast = begin(reader), begin(reader)
+    slow, fast = Reading(reader), Reading(reader)
     for minute in range(30):
         # At a little less than half of the least rate, what is lacking is more than the grace after twice as long as that.
         assert slow.task.done() == (minute >= 20)
-        slow.sender.send(bytes(290))
-        fast.sender.send(bytes(1200))
+        slow.send(bytes(290))
+        fast.send(bytes(1200))
         await pass_time(60.0)
-    assert (await refusal(slow.task)).code == "body_timeout"
+    assert (await refusal(slow)).code == "body_timeout"
     assert not fast.task.done()
     fast.task.cancel()
 
 
 @pytest.mark.adjustable_clock
 async def test_who_overdraws_must_be_quick_and_who_waits_for_memory_need_not(
-    begin: Begin, pass_time: PassTime, monkeypatch: pytest.MonkeyPatch
+    pass_time: PassTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies, "_IDLE_S", 6000.0)
     monkeypatch.setattr(bodies, "_GRACE_S", 6000.0)
     monkeypatch.setattr(bodies, "_OVERDRAWING_GRACE_S", 570.0)
     reader = reader_of(max_bodies_nbytes=10, body_timeout_s=6000, queue_timeout_s=6000)
-    full, slow, waiting = (begin(reader) for _ in range(3))
-    for reading in (full, slow, waiting):
-        reading.sender.send(b"x" * 10)
+    full, slow, waiting = (Reading(reader, b"x" * 10) for _ in range(3))
     for minute in range(12):
         assert slow.task.done() == (minute >= 10)
-        slow.sender.send(b"x")
+        slow.send(b"x")
         await pass_time(60.0)
-    assert (await refusal(slow.task)).code == "body_timeout"
+    assert (await refusal(slow)).code == "body_timeout"
     assert not full.task.done()
     assert not waiting.task.done()
     slow.share.release()
-    waiting.sender.send(b"x", more=False)
+    waiting.send(b"x", more=False)
     await asyncio.wait_for(waiting.task, 1)
     full.task.cancel()
 
