@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from shmring.engine.executors.forms import Form, form_of_request
-from shmring.engine.executors.interface import ContextLengthError
-from shmring.engine.executors.tool_calls import ResponseReader, find_response_template, readers_of
-from shmring.engine.protocol import ChatMessage, GenerateRequest, Medium, MediumPart, TextPart
+from shmring.engine.executors.forms import Form, form_of_request, opening_mark
+from shmring.engine.executors.interface import ContextLengthError, StepOutput
+from shmring.engine.executors.tool_calls import ResponseReader, find_response_template
+from shmring.engine.protocol import ChatMessage, GenerateReply, GenerateRequest, Medium, MediumPart, TextPart
 
 __all__ = ["CallersTexts", "count_characters"]
 
@@ -127,8 +127,15 @@ class CallersTexts:
         return form_of_request(request, self.response_template, self._name)
 
     def readers_of(self, request: GenerateRequest, prompt: Sequence[int]) -> list[ResponseReader | None]:
-        """Returns what reads each answer to a request, whose tokens are given; None: its text is given out as it is."""
-        return readers_of(request, self.response_template, self._tokenizer, prompt)
+        """Returns what reads each answer to a request with tools, whose tokens are given; None: its text is given out as it
+        is."""
+        count, template = request.sampling.n, self.response_template
+        if not request.tools:
+            return [None] * count
+        before, parallel = self._tokenizer.decode(prompt), request.parallel_tool_calls
+        are_bound = bool(request.strict_tools) and request.sampling.structured_outputs is None  # otherwise all of the answer is
+        opening = opening_mark(template) if template is not None and are_bound else ""
+        return [ResponseReader(template, before, request.tools, parallel=parallel, opening=opening) for _ in range(count)]
 
     @staticmethod
     def lay_out(
@@ -185,8 +192,8 @@ class CallersTexts:
         if token is not None:
             raise ValueError(f"{token!r} is a control token of the model {self._name!r} and can't be part of a text")
 
-    def check_prompt(self, prompt: str | list[int], max_tokens: int | None) -> None:
-        """Checks a text that is a whole prompt by its length, or its tokens.
+    def check_prompt(self, prompt: str | list[int], max_tokens: int | None, what: str = "a prompt") -> None:
+        """Checks a text that is a whole prompt by its length, or its tokens; ``what`` it is stands in an error.
 
         Raises:
             ContextLengthError: it is too long.
@@ -199,7 +206,7 @@ class CallersTexts:
         else:
             self.check_tokens(prompt)
         if not prompt:
-            raise ValueError("a prompt can't be empty")
+            raise ValueError(f"{what} can't be empty")
 
     def check_tokens(self, tokens: list[int]) -> None:
         """Checks tokens.
@@ -211,15 +218,23 @@ class CallersTexts:
             wrong = next(token for token in tokens if not 0 <= token < self._vocabulary_size)
             raise ValueError(f"the model {self._name!r} has no token {wrong}; its tokens are 0 to {self._vocabulary_size - 1}")
 
-    def text_of(self, tokens: list[int]) -> str:
-        """Returns the text of tokens.
+    def tell_tokens(self, request: GenerateRequest, tokens_of: Callable[[GenerateRequest], Sequence[int]]) -> StepOutput:
+        """Returns what a caller is told of tokens: those of its request, or the text of the tokens that are its prompt.
+
+        Args:
+            request: asks for them.
+            tokens_of: returns the tokens of a request that is not in tokens.
 
         Raises:
-            ValueError: the model does not know one of them.
+            ValueError: the model does not know one of the tokens.
         """
-        self.check_tokens(tokens)
-        text: str = self._tokenizer.decode(tokens)
-        return text
+        tokens, text = list[int](), ""
+        if isinstance(request.prompt, list):
+            self.check_tokens(request.prompt)
+            text = self._tokenizer.decode(request.prompt)
+        else:
+            tokens = list(tokens_of(request))
+        return StepOutput(GenerateReply(text, tokens, len(tokens), 0, "stop"))
 
     def _refuse_control_tokens_in(self, value: Any) -> None:
         """Refuses them in names, which nothing makes harmless, and in texts if nothing does."""

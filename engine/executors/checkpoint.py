@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shmring.engine.executors.failures import first_line
+
 __all__ = [
     "SPEECH_MODEL",
     "Checkpoint",
@@ -160,9 +162,9 @@ def load_checkpoint(model: str | None, settings: LoadSettings) -> Checkpoint:
     try:
         return _load(transformers, place, settings)
     except ImportError as error:
-        raise ImportError(f"model {model!r} needs a package that is not installed: {_first_line(error)}") from error
+        raise ImportError(f"model {model!r} needs a package that is not installed: {first_line(error)}") from error
     except OSError as error:
-        raise OSError(f"can't load model {model!r}: {_first_line(error)}") from error
+        raise OSError(f"can't load model {model!r}: {first_line(error)}") from error
 
 
 def _load_config(transformers: Any, place: ModelSource) -> Any:
@@ -235,8 +237,3 @@ def _choose_max_model_len(name: str, config: Any, max_model_len: int | None) -> 
     if max_model_len is not None and max_model_len > limit:
         raise ValueError(f"max_model_len {max_model_len} is more than the {limit} tokens that model {name!r} was made for")
     return max_model_len or limit
-
-
-def _first_line(error: Exception) -> str:
-    """Returns the text of transformers' error, without its advice about the network."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

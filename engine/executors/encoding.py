@@ -35,7 +35,7 @@ from typing import TypeAlias
 import torch
 
 from shmring.engine.executors.failures import report
-from shmring.engine.executors.interface import ExecutorDeadError, StepOutput, priced
+from shmring.engine.executors.interface import COMES_AGAIN, ExecutorDeadError, StepOutput, priced
 from shmring.engine.protocol import EncodeReply, EncodeRequest, Medium, Text
 
 __all__ = ["Encoded", "EncodingLine"]
@@ -47,8 +47,6 @@ _PART_INPUTS = 256  # of a reply: their embeddings are copied to its slot in wel
 
 #: An input's embedding, of shape (embedding size,), float32, and its tokens.
 Encoded: TypeAlias = tuple[torch.Tensor, int]
-
-_GOES_ON = StepOutput(finished=False, keep_inputs=True)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -109,7 +107,7 @@ class EncodingLine:
         Args:
             requests: all that go on, by number.
         """
-        outputs: dict[int, StepOutput | Exception] = dict.fromkeys(requests, _GOES_ON)
+        outputs: dict[int, StepOutput | Exception] = dict.fromkeys(requests, COMES_AGAIN)
         now = time.perf_counter()
         if all(progress.is_small for progress in self._progress.values()):
             self._large_at = now  # the first of those that come now waits no longer than the others did

@@ -8,7 +8,7 @@ from shmring.core.loggers import logger_of
 from shmring.engine.answers import without_frames
 from shmring.engine.executors.interface import ContextLengthError, FormError, FormRefusedError, OverloadedError
 
-__all__ = ["report", "shortened"]
+__all__ = ["first_line", "report", "shortened"]
 
 logger = logger_of("shmring.engine.executors")
 
@@ -18,6 +18,11 @@ _MAX_CHARACTERS = 500  # of what a library says; some print whole tensors
 def shortened(error: Exception) -> str:
     """Returns what an error says, or the beginning of it."""
     return str(error)[:_MAX_CHARACTERS]
+
+
+def first_line(error: Exception) -> str:
+    """Returns what an error says first: libraries go on with what their authors need, or with advice about the network."""
+    return next((line.strip() for line in shortened(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def report(error: Exception, at_fault: tuple[type[Exception], ...] = (ValueError,)) -> Exception:

@@ -20,6 +20,8 @@ from shmring.engine.overload import OverloadedError
 from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, ModelDescription
 
 __all__ = [
+    "COMES_AGAIN",
+    "GOES_ON",
     "ContextLengthError",
     "Executor",
     "ExecutorDeadError",
@@ -135,6 +137,10 @@ class StepOutput(msgspec.Struct, frozen=True):
     def of(cls, replies: Sequence[GenerateReply], *, finished: bool) -> StepOutput:
         """Returns the output of a request with some answers, of which something is new, or nothing."""
         return cls(replies[0] if replies else None, finished=finished, others=replies[1:])
+
+
+#: A request that goes on: its inputs are given back now; or they are needed again in the next step.
+GOES_ON, COMES_AGAIN = StepOutput(finished=False), StepOutput(finished=False, keep_inputs=True)
 
 
 def priced(output: StepOutput | Exception, seconds: float) -> StepOutput | Exception:

@@ -145,8 +145,9 @@ class PromptBuilder:
             ValueError: the conversation or its media are not what this model takes.
             ContextLengthError: its texts are too long, whatever tokens they are made of.
         """
-        if request.prompt is not None:
-            return self._continue(request.prompt, request)
+        if request.prompt is not None:  # all of it is its caller's, who may therefore write control tokens
+            max_tokens, special = request.sampling.max_tokens, request.add_special_tokens
+            return self._tokenize(request.prompt, "a prompt", max_tokens, add_special_tokens=special)
         media, options = self.texts.open_conversation(request)
         self._check_features(media)
         conversation = self.texts.lay_out(request.messages, request.media, self._place)
@@ -171,17 +172,6 @@ class PromptBuilder:
             )
         return readers
 
-    def tokenize(self, request: GenerateRequest) -> tuple[list[int], str]:
-        """Returns the tokens of a request, or the text of the tokens that are its prompt.
-
-        Raises:
-            ValueError, ContextLengthError: as :meth:`build`.
-        """
-        if isinstance(request.prompt, list):
-            return [], self.texts.text_of(request.prompt)
-        tokens: list[int] = self.build(request)["input_ids"][0].tolist()
-        return tokens, ""
-
     def build_single(self, item: Text | Medium) -> dict[str, Any]:
         """Makes the inputs of one thing to be embedded, as :meth:`build` does of a request.
 
@@ -189,7 +179,7 @@ class PromptBuilder:
             ValueError: it is not what this model takes, or is empty.
         """
         if isinstance(item, Text):
-            return self._tokenize(item.text)
+            return self._tokenize_single(item)
         self._check_features([item])
         return self._build_media([item])
 
@@ -199,9 +189,12 @@ class PromptBuilder:
         Raises:
             ValueError, ContextLengthError: it is not what this model takes.
         """
-        tokens = array("i", self._tokenize(text.text)["input_ids"][0].tolist())
+        tokens = array("i", self._tokenize_single(text)["input_ids"][0].tolist())
         self.texts.check_prompt(cast("list[int]", tokens), None)
         return Text(cast("list[int]", tokens))
+
+    def _tokenize_single(self, text: Text) -> dict[str, Any]:
+        return self._tokenize(text.text, "a text to be embedded", split_special_tokens=True)
 
     def _build_media(self, media: Sequence[Medium]) -> dict[str, Any]:
         """Makes the inputs of a prompt that is nothing but media of one kind."""
@@ -253,27 +246,12 @@ class PromptBuilder:
             raise ValueError(f"the model's chat template can't write these tools, calls or options: {error}") from error
         return dict(inputs) if media else {name: _row_of(numbers) for name, numbers in inputs.items()}
 
-    def _continue(self, prompt: str | list[int], request: GenerateRequest) -> dict[str, Any]:
-        """Makes the inputs of a prompt. All of it is its caller's, who may therefore write control tokens."""
-        self.texts.check_prompt(prompt, request.sampling.max_tokens)
-        tokens: list[int] = (
-            self._tokenizer(prompt, add_special_tokens=request.add_special_tokens)["input_ids"]
-            if isinstance(prompt, str)
-            else prompt
-        )
+    def _tokenize(self, text: str | list[int], what: str, max_tokens: int | None = None, **options: Any) -> dict[str, Any]:
+        """Makes the inputs of a text, or of its tokens."""
+        self.texts.check_prompt(text, max_tokens, what)
+        tokens: list[int] = self._tokenizer(text, **options)["input_ids"] if isinstance(text, str) else text
         if not tokens:
-            raise ValueError("a prompt can't be empty")
-        return {"input_ids": _row_of(tokens)}
-
-    def _tokenize(self, text: str | list[int]) -> dict[str, Any]:
-        if isinstance(text, str):
-            self.texts.check_characters(len(text), None)
-            tokens = self._tokenizer(text, split_special_tokens=True)["input_ids"]
-        else:
-            self.texts.check_prompt(text, None)
-            tokens = text
-        if not tokens:
-            raise ValueError("a text to be embedded can't be empty")
+            raise ValueError(f"{what} can't be empty")
         return {"input_ids": _row_of(tokens)}
 
     # -- what a model takes --------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ waiting.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import math
 import time
@@ -18,15 +17,13 @@ import torch
 
 from shmring.engine.executors.checkpoint import SPEECH_MODEL, Checkpoint, find_model_type, load_checkpoint
 from shmring.engine.executors.failures import report
-from shmring.engine.executors.interface import ExecutorOptions, StepInput, StepOutput, priced
+from shmring.engine.executors.interface import GOES_ON, ExecutorOptions, StepInput, StepOutput, priced
 from shmring.engine.executors.speech_windows import SpeechModel, Transcript, Window
 from shmring.engine.executors.transformers import TransformersExecutor, parse_options
 from shmring.engine.executors.word_times import Alignment, Queries
 from shmring.engine.protocol import EncodeRequest, GenerateRequest, ModelDescription
 
 __all__ = ["SpeechExecutor", "executor_for"]
-
-_GOES_ON = StepOutput(finished=False)
 
 
 def executor_for(options: ExecutorOptions) -> SpeechExecutor | TransformersExecutor:
@@ -85,7 +82,6 @@ class SpeechExecutor:
         self._processors = importlib.import_module("transformers.generation.logits_process")
         self._caches = importlib.import_module("transformers.cache_utils")
         self._transcripts: dict[int, Transcript] = {}
-        self._heard: dict[int, _Heard] = {}  # of those that have a window
 
     def describe(self) -> ModelDescription:
         """Says what it does."""
@@ -99,7 +95,7 @@ class SpeechExecutor:
             try:
                 if part.payload is not None:
                     self._transcripts[part.request_id] = self._begin(part.payload)
-                output = self._advance(part.request_id, self._transcripts[part.request_id])
+                output = self._advance(self._transcripts[part.request_id])
                 outputs.append(priced(output, time.perf_counter() - began))
             except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
                 outputs.append(report(error))
@@ -111,12 +107,10 @@ class SpeechExecutor:
     def forget(self, request_id: int) -> None:
         """Lets go of a request's recording, keys and values."""
         self._transcripts.pop(request_id, None)
-        self._heard.pop(request_id, None)
 
     def close(self) -> None:
         """Lets go of all requests."""
         self._transcripts.clear()
-        self._heard.clear()
 
     def _begin(self, request: EncodeRequest | GenerateRequest) -> Transcript:
         transcript = self._speech.begin(request)
@@ -124,36 +118,35 @@ class SpeechExecutor:
             raise ValueError(f"the model {self._checkpoint.name!r} does not say when words are said (alignment_heads)")
         return transcript
 
-    def _advance(self, request_id: int, transcript: Transcript) -> StepOutput:
+    def _advance(self, transcript: Transcript) -> StepOutput:
         """Goes on by a token, or to the next window."""
         window = transcript.window
         if window is None:
-            self._heard[request_id] = self._open(transcript)
-            return _GOES_ON
-        heard = self._heard[request_id]
-        token, logprob = self._next_token(transcript, window, heard)
-        return self._speech.take(transcript, token, logprob, functools.partial(self._time_tokens, heard))
+            self._open(transcript)
+            return GOES_ON
+        token, logprob = self._next_token(transcript, window, window.heard)
+        return self._speech.take(transcript, token, logprob, self._time_tokens)
 
     @torch.inference_mode()
-    def _time_tokens(self, heard: _Heard, window: Window) -> list[float]:
+    def _time_tokens(self, window: Window) -> list[float]:
         """Returns when the tokens of a window's text begin, and when the last one ends."""
         assert self._alignment is not None, "a request without it is refused"
         num_moments = math.ceil(window.length_s / self._moment_s)
         # The first token is chosen after the last one that stands before the text; the end, after the last one of the text.
-        moments = self._alignment.moments(heard.queries, heard.cache, window.begin - 1, num_moments)
+        moments = self._alignment.moments(window.heard.queries, window.heard.cache, window.begin - 1, num_moments)
         times_s = [float(moment) * self._moment_s for moment in moments]
         return times_s + [window.length_s] * (len(window.tokens) - window.begin + 1 - len(times_s))
 
     @torch.inference_mode()
-    def _open(self, transcript: Transcript) -> _Heard:
+    def _open(self, transcript: Transcript) -> None:
         """Has the model hear the next window."""
         samples = self._speech.samples_of(transcript)
         features = self._extractor(samples.numpy(), sampling_rate=self._speech.sample_rate, return_tensors="pt")
         encoded = self._model.model.encoder(features["input_features"].to(self._model.device, self._model.dtype))
         if self._speech.must_find_language(transcript):
             transcript.language = self._find_language(encoded)
-        self._speech.open(transcript)
-        return _Heard(encoded, self._caches.EncoderDecoderCache(self._caches.DynamicCache(), self._caches.DynamicCache()))
+        cache = self._caches.EncoderDecoderCache(self._caches.DynamicCache(), self._caches.DynamicCache())
+        self._speech.open(transcript).heard = _Heard(encoded, cache)
 
     def _find_language(self, encoded: Any) -> str:
         first = torch.tensor([[self._speech.begin_of_text]], device=self._model.device)

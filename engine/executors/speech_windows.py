@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from shmring.engine.executors.checkpoint import ModelSource, find_eos
-from shmring.engine.executors.interface import StepOutput
+from shmring.engine.executors.interface import GOES_ON, StepOutput
 from shmring.engine.inputs import InputSpec, SoundSpec
 from shmring.engine.protocol import (
     EncodeRequest,
@@ -44,8 +44,6 @@ TimeTokens: TypeAlias = "Callable[[Window], Sequence[float]]"
 _TIMESTAMP_S = 0.02  # from one mark of time to the next
 _SILENCE = 0.6  # of a window: how likely it is that nobody speaks, from which on its text must be likely
 _LEAST_LOGPROB = -1.0  # of such a text's tokens, on average
-
-_GOES_ON = StepOutput(finished=False)
 
 
 def load_generation_config(model: str) -> Any:
@@ -78,6 +76,7 @@ class Window:
         segments: those that were not given out yet.
         places: where their tokens begin in the text.
         end_s: of the last one, from the window's beginning.
+        heard: what an executor's model has of it.
     """
 
     start_s: float
@@ -90,6 +89,7 @@ class Window:
     segments: list[SpeechSegment] = dataclasses.field(default_factory=list)
     places: list[int] = dataclasses.field(default_factory=list)
     end_s: float = 0.0
+    heard: Any = None
 
 
 @dataclasses.dataclass
@@ -272,13 +272,13 @@ class SpeechModel:
         if is_last:
             self._leave(transcript, window)
         if not is_last and (window.no_speech > _SILENCE or transcript.params.words):
-            return _GOES_ON
+            return GOES_ON
         if transcript.params.words and time_tokens is not None and window.segments:
             self._add_words(transcript, window, time_tokens(window))
         segments, window.segments = window.segments, []
         finished = is_last and transcript.next_s * self.sample_rate >= len(transcript.samples)
         if not segments and not finished:
-            return _GOES_ON
+            return GOES_ON
         return StepOutput(self._reply(transcript, segments, "stop" if finished else None), finished=finished)
 
     def _reply(

@@ -17,10 +17,9 @@ from typing import Any
 
 import msgspec
 
-from shmring.engine.executors.forms import opening_mark
-from shmring.engine.protocol import FinishReason, GenerateRequest, ToolCall
+from shmring.engine.protocol import FinishReason, ToolCall
 
-__all__ = ["Parts", "ResponseReader", "find_response_template", "read", "readers_of"]
+__all__ = ["Parts", "ResponseReader", "find_response_template", "read"]
 
 _FIELD = "tool_calls"
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -189,23 +188,3 @@ def _call_of(value: Any, index: int) -> ToolCall:
     msgspec.json.decode(text, type=dict[str, Any])  # its error is a ValueError
     name.encode()
     return ToolCall(name, text, index=index)
-
-
-def readers_of(
-    request: GenerateRequest, template: Mapping[str, Any] | None, tokenizer: Any, prompt: Sequence[int]
-) -> list[ResponseReader | None]:
-    """Returns what reads each answer to a request with tools; None: its text is given out as it is.
-
-    Args:
-        request: any.
-        template: how the model writes its answers.
-        tokenizer: of transformers.
-        prompt: the tokens of the request.
-    """
-    count = request.sampling.n
-    if not request.tools:
-        return [None] * count
-    before, parallel = tokenizer.decode(prompt), request.parallel_tool_calls
-    are_bound = bool(request.strict_tools) and request.sampling.structured_outputs is None  # otherwise all of the answer is
-    opening = opening_mark(template) if template is not None and are_bound else ""
-    return [ResponseReader(template, before, request.tools, parallel=parallel, opening=opening) for _ in range(count)]

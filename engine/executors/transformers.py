@@ -52,6 +52,8 @@ from shmring.engine.executors.forms import can_require_calls
 from shmring.engine.executors.generation import LanguageModel, Prompt
 from shmring.engine.executors.grammars import Grammar, Grammars
 from shmring.engine.executors.interface import (
+    COMES_AGAIN,
+    GOES_ON,
     ExecutorDeadError,
     ExecutorOptions,
     StepInput,
@@ -89,8 +91,6 @@ _TEXTS = 64  # to be embedded, which a step is offered; as many of them as fit a
 # Media that a step copies, while answers wait: some ten milliseconds. One that is larger has a step to itself.
 _COPIED_NBYTES = 32 << 20
 
-_GOES_ON = StepOutput(finished=False)
-_COMES_AGAIN = StepOutput(finished=False, keep_inputs=True)
 
 _SIDE = 64  # pixels; of the picture that a model is tried with
 
@@ -213,13 +213,13 @@ class TransformersExecutor:
                 continue
             nbytes = 0 if part.payload is None else sum(tensor_of(medium).nbytes for medium in part.payload.media)
             if nbytes and copied_nbytes and copied_nbytes + nbytes > _COPIED_NBYTES:
-                outputs[part.request_id] = _COMES_AGAIN
+                outputs[part.request_id] = COMES_AGAIN
                 continue
-            outputs[part.request_id] = _GOES_ON
+            outputs[part.request_id] = GOES_ON
             if part.payload is not None:
                 with self._spending("layout", part.request_id):
                     outputs[part.request_id] = self._begin(part.request_id, part.payload)
-                copied_nbytes += nbytes if outputs[part.request_id] is _GOES_ON else 0
+                copied_nbytes += nbytes if outputs[part.request_id] is GOES_ON else 0
             elif part.request_id not in self._answers and part.request_id not in self._preparing:
                 outputs[part.request_id] = RuntimeError(f"request {part.request_id} goes on, and was not begun")
         self._enter(outputs, is_idle=not to_encode)
@@ -304,7 +304,7 @@ class TransformersExecutor:
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a request fails that request
             return _report(error)
         stage = self._preparing.stage_of(request_id)
-        return _COMES_AGAIN if stage is not None and stage.keeps_inputs else _GOES_ON
+        return COMES_AGAIN if stage is not None and stage.keeps_inputs else GOES_ON
 
     def _stages(self, request_id: int, request: GenerateRequest) -> Stages[_Prepared]:
         """Prepares a prompt. A request whose answer has a form waits for that first."""
@@ -326,8 +326,7 @@ class TransformersExecutor:
         self, request_id: int, request: GenerateRequest, prompts: PromptBuilder, grammars: Sequence[Grammar | None]
     ) -> _Prepared:
         if request.tokenize:
-            token_ids, text = prompts.tokenize(request)
-            return StepOutput(GenerateReply(text, token_ids, len(token_ids), 0, "stop"))
+            return prompts.texts.tell_tokens(request, lambda request: prompts.build(request)["input_ids"][0].tolist())
         inputs = prompts.build(request)
         tokens = inputs["input_ids"][0]
         answers = [
@@ -342,7 +341,7 @@ class TransformersExecutor:
             with self._spending("waiting"):
                 self._preparing.wait(outputs)
         for request_id, output in outputs.items():
-            if output is _GOES_ON and request_id in self._preparing:
+            if output is GOES_ON and request_id in self._preparing:
                 outputs[request_id] = self._open(request_id)
 
     # -- tokens --------------------------------------------------------------------------------------------------------
@@ -354,7 +353,7 @@ class TransformersExecutor:
             outputs: of the step.
             room: for how many answers of each request.
         """
-        running = [request_id for request_id, output in outputs.items() if output is _GOES_ON and request_id in self._answers]
+        running = [request_id for request_id, output in outputs.items() if output is GOES_ON and request_id in self._answers]
         written = [answer for request_id in running for answer in self._answers[request_id]]
         chosen = [(answer, answer.logits) for answer in written if answer.logits is not None]
         passes = self._passes.choose([answer for answer in written if answer.logits is None])
@@ -371,7 +370,7 @@ class TransformersExecutor:
                 outputs[answer.request_id] = _report(error)
         replies = self._choose(chosen, outputs)
         for request_id in running:
-            if outputs[request_id] is _GOES_ON:
+            if outputs[request_id] is GOES_ON:
                 outputs[request_id] = StepOutput.of(replies[request_id], finished=not self._answers[request_id])
 
     def _read(self, passes: Sequence[dict[Answer, int]], outputs: dict[int, StepOutput | Exception]) -> list[_Chosen]:
@@ -481,7 +480,7 @@ class TransformersExecutor:
                 if request_id not in self._preparing:
                     self._preparing.begin(request_id, request.owner, self._read_long_texts(request))
                 if (tokens := self._preparing.take(request_id)) is None:
-                    outputs[request_id] = _COMES_AGAIN
+                    outputs[request_id] = COMES_AGAIN
                     return
                 assert isinstance(tokens, dict), "nothing else is prepared for a request to encode"
                 self._long_texts[request_id] = tokens

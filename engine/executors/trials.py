@@ -28,6 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any
 
+from shmring.engine.executors.failures import first_line
 from shmring.engine.executors.forms import Form, quoted, schemas_of, write_grammar
 from shmring.engine.executors.interface import FormRefusedError, OverloadedError
 from shmring.engine.executors.preparing import FORMS, Stage, Stages
@@ -36,7 +37,7 @@ from shmring.engine.form_faults import explained
 from shmring.engine.trial_process import MAX_MESSAGE_NBYTES
 from shmring.processes.process import Process
 
-__all__ = ["TRIAL_LIMITS", "FormTokens", "Trial", "Trials", "first_line", "refused"]
+__all__ = ["TRIAL_LIMITS", "FormTokens", "Trial", "Trials", "refused"]
 
 _KEPT = 4096  # forms, by a hash: callers with new ones must not soon push out those of others
 _AT_A_TIME = 4  # a trial that takes seconds keeps no other one waiting
@@ -319,11 +320,6 @@ def _told(text: str) -> str:
         return ""
     fault, schema, place = json.loads(text)
     return f"{fault} (in {schema}, at {place})" if place else str(fault)
-
-
-def first_line(text: object) -> str:
-    """Returns what an error says first: libraries go on with what their authors need."""
-    return str(text).strip().partition("\n")[0][:_MAX_ERROR_CHARACTERS]
 
 
 def _memory_file(text: str) -> io.FileIO:

@@ -23,15 +23,11 @@ import torch
 from shmring.engine.executors.callers_texts import count_characters
 from shmring.engine.executors.detokenizer import TokenBytes
 from shmring.engine.executors.forms import form_of
-from shmring.engine.executors.interface import (
-    ExecutorOptions,
-    StepInput,
-    StepOutput,
-)
+from shmring.engine.executors.interface import COMES_AGAIN, GOES_ON, ExecutorOptions, StepInput, StepOutput
 from shmring.engine.executors.preparing import LATER, MEDIA, Stages, is_long, thread_for
 from shmring.engine.executors.tool_calls import ResponseReader, read
 from shmring.engine.executors.trials import FormTokens, Trials
-from shmring.engine.executors.vllm_engine import GOES_ON, WAITS, VllmLoop, VllmRequest, number_of
+from shmring.engine.executors.vllm_engine import VllmLoop, VllmRequest, number_of
 from shmring.engine.executors.vllm_requests import RequestBuilder
 from shmring.engine.protocol import (
     CAPABILITIES,
@@ -185,7 +181,7 @@ class VllmExecutor(VllmLoop[_Request]):
             self._requests[part.request_id] = request
             self._preparing.begin(part.request_id, payload.owner, self._stages(part.request_id, request, payload))
         prepared = self._preparing.take(part.request_id)
-        return WAITS if prepared is None else prepared
+        return COMES_AGAIN if prepared is None else prepared
 
     def _stages(self, request_id: int, request: _Request, payload: EncodeRequest | GenerateRequest) -> Stages[StepOutput]:
         """Prepares a request, in pieces that vLLM is given at once. One whose answer has a form waits for its trial first."""
@@ -221,8 +217,7 @@ class VllmExecutor(VllmLoop[_Request]):
         if isinstance(payload, EncodeRequest):
             return [self._builder.build_input(item) for item in items]
         if payload.tokenize:
-            tokens, text = self._builder.tokenize(payload)
-            return StepOutput(GenerateReply(text, tokens, len(tokens), 0, "stop"))
+            return self._builder.texts.tell_tokens(payload, lambda payload: self._builder.build(payload)["prompt_token_ids"])
         return [self._builder.build(payload)]
 
     def _add(
@@ -303,7 +298,7 @@ def _output(request: _Request, replies: list[GenerateReply]) -> StepOutput:
     if request.answers:
         return StepOutput.of(replies, finished=all(answer.ended for answer in request.answers))
     if len(request.names) < request.inputs:
-        return WAITS
+        return COMES_AGAIN
     if len(request.embeddings) < request.inputs:
         return GOES_ON
     embeddings = torch.stack([request.embeddings[number] for number in range(len(request.names))]).float()

@@ -32,12 +32,9 @@ from shmring.engine.executors.interface import ExecutorDeadError, ExecutorOption
 from shmring.engine.executors.preparing import Preparing
 from shmring.integrations.promises import broken, parameters_differ, uses_are_missing
 
-__all__ = ["CHECKS", "GOES_ON", "WAITS", "VllmLoop", "VllmRequest", "find_engine", "number_of", "share_seconds"]
+__all__ = ["CHECKS", "VllmLoop", "VllmRequest", "find_engine", "number_of", "share_seconds"]
 
 logger = logger_of("shmring.engine.executors.vllm")
-
-GOES_ON = StepOutput(finished=False)
-WAITS = StepOutput(finished=False, keep_inputs=True)
 
 
 _PAUSE_S = 0.001  # after a step of which nothing came: vLLM may wait for a grammar, and this thread must not spin meanwhile

@@ -96,17 +96,6 @@ class RequestBuilder:
         ContextLengthError.check(len(inputs["prompt_token_ids"]), request.sampling.max_tokens, self._config.max_model_len)
         return inputs
 
-    def tokenize(self, request: GenerateRequest) -> tuple[list[int], str]:
-        """Returns the tokens of a request, or the text of the tokens that are its prompt.
-
-        Raises:
-            ValueError, ContextLengthError: as :meth:`build`.
-        """
-        if isinstance(request.prompt, list):
-            return [], self.texts.text_of(request.prompt)
-        tokens: list[int] = self.build(request)["prompt_token_ids"]
-        return list(tokens), ""
-
     def build_input(self, item: Text | Medium) -> dict[str, Any]:
         """Makes a prompt of something that is to be embedded.
 
@@ -116,9 +105,7 @@ class RequestBuilder:
         if isinstance(item, Text):
             if not isinstance(item.text, str):
                 raise ValueError(f"the model {self._name!r} embeds texts and no tokens: send the text")
-            self.texts.check_characters(len(item.text), None)
-            if not item.text:
-                raise ValueError("a text to be embedded can't be empty")
+            self.texts.check_prompt(item.text, None, "a text to be embedded")
             self.texts.check_text(item.text)
             inputs = self._process({"prompt": item.text}, [], add_special_tokens=True)
         else:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from shmring.engine.executors.checkpoint import SPEECH_MODEL, find_model_type
-from shmring.engine.executors.interface import ExecutorOptions, StepInput, StepOutput
+from shmring.engine.executors.interface import GOES_ON, ExecutorOptions, StepInput, StepOutput
 from shmring.engine.executors.preparing import MEDIA
 from shmring.engine.executors.speech_windows import SpeechModel, Transcript, load_generation_config
 from shmring.engine.executors.vllm import VllmExecutor
-from shmring.engine.executors.vllm_engine import GOES_ON, VllmLoop, VllmRequest
+from shmring.engine.executors.vllm_engine import VllmLoop, VllmRequest
 from shmring.engine.protocol import GenerateReply, ModelDescription
 
 __all__ = ["VllmSpeechExecutor", "executor_for"]
