@@ -25,6 +25,7 @@ from shmring.gpu.upload import Uploads
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
 from shmring.memory.tensors import make_decoder
+from tests.garbage import uncollected
 from tests.model.inside import leave_content, open_content
 from tests.records import content_of, tensor_extension
 from tests.tables import for_each
@@ -551,15 +552,18 @@ async def test_a_failed_copy_lets_go_of_everything(rig: Rig, call: str) -> None:
     await eventually(lambda: gc.collect() >= 0 and rig.held() == [] and free_nbytes(rig) == STAGING_NBYTES)
 
 
+@for_each("call", ["cuMemcpyHtoDAsync_v2", "used_on"])
 @for_each("waits", [True, False])
-async def test_the_error_of_a_failed_copy_keeps_no_slot(rig: Rig, waits: bool) -> None:
+async def test_the_error_of_a_failed_copy_keeps_neither_slot_nor_memory(rig: Rig, call: str, waits: bool) -> None:
     await rig.send(SMALL)
-    await eventually(lambda: rig.held() == [])
-    rig.cuda.fail("cuMemcpyHtoDAsync_v2")
-    with pytest.raises(CudaError) as caught:
-        await rig.upload() if waits else rig.upload_nowait()
-    await eventually(lambda: rig.held() == [])
-    assert caught.value.call == "cuMemcpyHtoDAsync_v2"
+    await eventually(lambda: rig.held() == [] and free_nbytes(rig) == STAGING_NBYTES)
+    rig.uploads._lanes[0].staging._users.clear()  # so that it goes on the other stream
+    rig.cuda.fail(call)
+    with uncollected():
+        with pytest.raises(CudaError) as caught:
+            await rig.upload() if waits else rig.upload_nowait()
+        await eventually(lambda: rig.held() == [] and free_nbytes(rig) == STAGING_NBYTES)
+    assert caught.value.call == call
 
 
 @pytest.mark.usefixtures("keeps_slabs")
