@@ -308,12 +308,13 @@ class Engines:
     def pick(self, key: str | bytes | None, engine: str | None) -> Attachment | None:
         """Chooses among the attached engines; None if none is attached. A named engine, or the only one, need not be
         attached."""
-        check_route_key(key)
-        self._check_open()
+        if key is not None:
+            check_route_key(key)
         if engine is not None:
             return self.given(engine)
         if self.only is not None:
             return self.only
+        self._check_open()  # the attachment of an engine that is named, or the only one, asks itself
         if key is not None:
             attached = [name for name, _ in self._reached()]
             return self.attachments[self._router.choose_for(key, attached)] if attached else None

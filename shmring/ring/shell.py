@@ -323,9 +323,9 @@ class Shell:
                 case Released(client_id, generations):
                     self._frontends[client_id].link.send_listed(Release, generations)
                 case Granted(client_id, grant):
-                    self._frontends[client_id].send(grant)
+                    self._frontends[client_id].link.send(grant)
                 case Answered(client_id, answer):
-                    self._frontends[client_id].send(answer)
+                    self._frontends[client_id].link.send(answer)
                 case Recalled(client_id, lease_ids):
                     self._frontends[client_id].link.send_listed(LeaseRecall, lease_ids)
                 case ReplyGranted(ticket, slot):

@@ -210,26 +210,18 @@ class Link:
             except MemoryError as error:
                 self.fail_soon(error)
 
-    def send(self, message: FrontendMessage | WorkerMessage | EngineMessage) -> None:
-        """Sends a message. If the connection has ended, it is dropped; if there is no memory for it, the connection ends.
+    def send(self, message: FrontendMessage | WorkerMessage | EngineMessage | bytes) -> None:
+        """Sends a message, encoded or not. If the connection has ended, it is dropped; if there is no memory for it, the
+        connection ends.
 
         Raises:
             CapacityError: it is larger than a record may be. Nothing was sent.
         """
-        try:
-            record = encode_message(message)
-        except MemoryError as error:
-            if not (self.lost or self._origin.forked):
-                self.fail_soon(error)
-        else:
-            self.send_record(record)
-
-    def send_record(self, record: bytes) -> None:
-        """Sends an encoded message, or drops it if the connection has ended. Without memory for it, the connection ends."""
         if self.lost or self._origin.forked:
             return
         writer = self.writer
         try:
+            record = message if isinstance(message, bytes) else encode_message(message)
             if not self._backlog and writer.write(record):
                 writer.ring_bell()
             else:

@@ -232,7 +232,7 @@ class _Connection(BaseConnection):
         except BaseException:
             self._end.unmark_answered(message)  # nothing was sent
             raise
-        self._link.send_record(parts.popleft())
+        self._link.send(parts.popleft())
         if not parts:
             self._answering.release()
             return
@@ -249,7 +249,7 @@ class _Connection(BaseConnection):
         try:
             while parts:
                 await self._writable()
-                self._link.send_record(parts.popleft())
+                self._link.send(parts.popleft())
         finally:
             self._rest = None  # if it fails, it holds the error, whose traceback holds the frame of the caller that replies
             self._answering.release()
@@ -265,7 +265,7 @@ class _Connection(BaseConnection):
 
     def fail_answer(self, sequence: int, error: BaseException) -> None:
         """For messages: no reply to one will come."""
-        self._link.send_record(failure_record(sequence, error))
+        self._link.send(failure_record(sequence, error))
 
     def fail_answer_later(self, sequence: int, error: BaseException) -> None:
         """For finalisers of messages, in any thread: no reply to one will come."""

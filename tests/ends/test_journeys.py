@@ -158,10 +158,10 @@ class Bound:
 BOUNDS = [
     Bound(small_request, 6, 1),
     Bound(large_request, 25, 8),
-    Bound(new_lease, 53, 24),
-    Bound(abort, 105, 54),
-    Bound(keep_and_find, 80, 32),
-    Bound(gather, 42, 13),
+    Bound(new_lease, 46, 22),
+    Bound(abort, 95, 51),
+    Bound(keep_and_find, 73, 29),
+    Bound(gather, 41, 13),
 ]
 
 

@@ -580,7 +580,7 @@ async def test_a_failure_is_reported_but_not_within_a_call(end: End) -> None:
     assert end.owner.failures == [lacking]
 
 
-@for_each("how", ["send", "send_record", "queue"])
+@for_each("how", ["encode", "send", "queue"])
 async def test_a_message_for_which_there_is_no_memory_is_a_failure(
     open_end: Any, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -590,7 +590,7 @@ async def test_a_message_for_which_there_is_no_memory_is_a_failure(
     def lack(*_: object) -> None:
         raise lacking
 
-    if how == "send":
+    if how == "encode":
         monkeypatch.setattr(link_module, "encode_message", lack)
         end.link.send(Abort(1))
     else:
