@@ -6,7 +6,22 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["ClientStatistics", "RingStatistics", "WorkerStatistics"]
+__all__ = ["ClientStatistics", "RingStatistics", "WorkerStatistics", "counted_in", "counts_of"]
+
+
+def _counted(default: Any = dataclasses.MISSING) -> Any:
+    """A field of a number that is an attribute of that name where it is counted."""
+    return dataclasses.field(default=default, metadata={"is_counted": True})
+
+
+def counted_in(record: type[_Record]) -> tuple[str, ...]:
+    """Returns the names of a record's fields that are filled in by :func:`counts_of`."""
+    return tuple(field.name for field in dataclasses.fields(record) if field.metadata)  # type: ignore[arg-type]
+
+
+def counts_of(record: type[_Record], *places: object) -> dict[str, int]:
+    """Returns what is counted for a record, each number from the first place that has an attribute of its name."""
+    return {name: getattr(next(place for place in places if hasattr(place, name)), name) for name in counted_in(record)}
 
 
 class _Record:
@@ -102,21 +117,21 @@ class RingStatistics(_Record):
     slots_claimed: int
     slots_draining: int
     reply_nbytes: int
-    reply_free_nbytes: int
+    reply_free_nbytes: int = _counted()
     replies_waiting: int
-    submitted: int
-    finished: int
-    failed: int
-    aborted: int
-    replies: int
-    reply_copies: int
-    reply_copied_nbytes: int
-    received_nbytes: int
-    late_aborts: int
-    stale_releases: int
-    protocol_errors: int
-    refused: int
-    reclaimed_nbytes: int
+    submitted: int = _counted()
+    finished: int = _counted()
+    failed: int = _counted()
+    aborted: int = _counted()
+    replies: int = _counted()
+    reply_copies: int = _counted()
+    reply_copied_nbytes: int = _counted()
+    received_nbytes: int = _counted()
+    late_aborts: int = _counted()
+    stale_releases: int = _counted()
+    protocol_errors: int = _counted()
+    refused: int = _counted()
+    reclaimed_nbytes: int = _counted()
     pinned_nbytes: int
     pin_seconds: float
     device_copies: int
@@ -137,14 +152,14 @@ class RingStatistics(_Record):
     device_slots_lost: int = 0
     device_fences: int = 0
     workers: tuple[WorkerStatistics, ...] = ()
-    broadcasts: int = 0
+    broadcasts: int = _counted(0)
     gathers: int = 0
     broadcasts_outstanding: int = 0
     broadcast_nbytes: int = 0
     broadcast_free_nbytes: int = 0
     broadcast_copied_nbytes: int = 0
     broadcast_in_place_nbytes: int = 0
-    late_answers: int = 0
+    late_answers: int = _counted(0)
 
     @property
     def slots_in_use(self) -> int:
@@ -196,25 +211,25 @@ class ClientStatistics(_Record):
     slots_draining: int
     waiting: int
     in_flight: int
-    submitted: int
-    finished: int
-    failed: int
-    aborted: int
-    copies: int
-    copied_nbytes: int
-    in_place: int
-    in_place_nbytes: int
-    inline_payloads: int
-    slot_nbytes_submitted: int
-    replies: int
-    reply_copies: int
-    reply_copied_nbytes: int
+    submitted: int = _counted()
+    finished: int = _counted()
+    failed: int = _counted()
+    aborted: int = _counted()
+    copies: int = _counted()
+    copied_nbytes: int = _counted()
+    in_place: int = _counted()
+    in_place_nbytes: int = _counted()
+    inline_payloads: int = _counted()
+    slot_nbytes_submitted: int = _counted()
+    replies: int = _counted()
+    reply_copies: int = _counted()
+    reply_copied_nbytes: int = _counted()
     reply_slots_held: int
-    stale_releases: int
-    reconnections: int
+    stale_releases: int = _counted()
+    reconnections: int = _counted()
     kept_pins: int
-    kept_hits: int
-    kept_misses: int
+    kept_hits: int = _counted()
+    kept_misses: int = _counted()
     device_slab_nbytes: int = 0
     device_leased_nbytes: int = 0
     device_free_nbytes: int = 0

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shmring.core.compiled import ClientEnd
+from shmring.statistics import ClientStatistics, counted_in
 
 __all__ = ["ClientCounters"]
 
+_NAMES = counted_in(ClientStatistics)
 
-@dataclass(slots=True)
+
 class ClientCounters:
-    """Counters that outlive a session; see :class:`~shmring.statistics.ClientStatistics`."""
+    """Counters that outlive a session: those of :class:`~shmring.statistics.ClientStatistics`, by their names there."""
 
-    submitted: int = 0
-    finished: int = 0
-    failed: int = 0
-    aborted: int = 0
-    copies: int = 0
-    copied_nbytes: int = 0
-    in_place: int = 0
-    in_place_nbytes: int = 0
-    inline_payloads: int = 0
-    slot_nbytes_submitted: int = 0
-    replies: int = 0
-    reply_copies: int = 0
-    reply_copied_nbytes: int = 0
-    stale_releases: int = 0
-    reconnections: int = 0
-    kept_hits: int = 0
-    kept_misses: int = 0
+    __slots__ = _NAMES
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> int: ...
+
+        def __setattr__(self, name: str, value: int) -> None: ...
+
+    def __init__(self, **counts: int) -> None:
+        for name in _NAMES:
+            setattr(self, name, counts.get(name, 0))
 
     def with_those_of(self, end: ClientEnd) -> ClientCounters:
         """Returns the sum of these and what a session's end has counted."""
-        counted = {field.name: getattr(end, field.name, 0) for field in dataclasses.fields(self)}
-        return ClientCounters(**{name: getattr(self, name) + count for name, count in counted.items()})
+        return ClientCounters(**{name: getattr(self, name) + getattr(end, name, 0) for name in _NAMES})
 
     def as_dict(self) -> dict[str, int]:
         """Returns the counters by name."""
-        return dataclasses.asdict(self)
+        return {name: getattr(self, name) for name in _NAMES}

@@ -60,7 +60,7 @@ from shmring.ring.moments import Moments
 from shmring.ring.replies import Replies
 from shmring.ring.reserve import Reserved
 from shmring.ring.workers import Workers
-from shmring.statistics import RingStatistics
+from shmring.statistics import RingStatistics, counts_of
 from shmring.transport.listener import Listener
 
 __all__ = ["Shell"]
@@ -424,7 +424,7 @@ class Shell:
     def statistics(self) -> RingStatistics:
         """See :meth:`Ring.statistics`."""
         self.life.check_process()
-        book, counters, fan_out = self._book, self._counters, self.workers.end
+        book, fan_out = self._book, self.workers.end
         connected = sum(client.connected for client in book.clients.values())
         memories: dict[str, Any] = {}
         for memory, lending in zip(self._memories, book.lendings, strict=True):
@@ -443,17 +443,7 @@ class Shell:
             slots_draining=book.count_slots(EngineSlot.DRAINING),
             device_slots_in_use=book.count_device_slots(),
             reply_nbytes=self._geometry.reply_nbytes,
-            reply_free_nbytes=book.reply_free_nbytes,
             replies_waiting=len(self.replies),
-            refused=self._handshakes.refused,
-            late_aborts=book.late_aborts,
-            stale_releases=book.stale_releases,
-            submitted=self.end.submitted,
-            finished=self.end.finished,
-            replies=self.end.replies,
-            received_nbytes=self.end.received_nbytes,
-            reply_copies=self.end.reply_copies,
-            reply_copied_nbytes=self.end.reply_copied_nbytes,
             kept=len(book.kept),
             kept_nbytes=book.kept.blocks * BLOCK_NBYTES,
             kept_pinned=len(book.kept) - len(book.kept.unpinned),
@@ -463,16 +453,13 @@ class Shell:
             kept_misses=book.kept.misses,
             kept_evictions=book.kept.evictions,
             workers=self.workers.statistics(),
-            broadcasts=fan_out.broadcasts,
             gathers=fan_out.gathered,
             broadcasts_outstanding=fan_out.book.outstanding,
             broadcast_nbytes=self.workers.memory_nbytes,
             broadcast_free_nbytes=fan_out.book.free_blocks * BLOCK_NBYTES,
             broadcast_copied_nbytes=fan_out.copied_nbytes,
             broadcast_in_place_nbytes=fan_out.in_place_nbytes,
-            late_answers=fan_out.late_answers,
-            protocol_errors=self.life.protocol_errors,
-            **dataclasses.asdict(counters),
+            **counts_of(RingStatistics, self.end, book, fan_out, self._counters, self.life, self._handshakes),
             **memories,
         )
 

@@ -23,7 +23,7 @@ from shmring.core.loggers import logger_of
 from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, fresh
 from shmring.integrations.ray.directory import Where, look_up, node_id, store_nbytes
 from shmring.integrations.ray.far_client import NOTHING, FarClient
-from shmring.statistics import ClientStatistics
+from shmring.statistics import ClientStatistics, counted_in
 
 __all__ = ["Connection", "Looks", "Settings", "Way"]
 
@@ -37,7 +37,7 @@ _LEAST_FLIGHT_NBYTES = 1 << 20
 _ATTACH_S = 5.0  # for a ring on this node: its engine has just said that it is there
 _PAUSE_S = 1.0  # after an engine has refused this client
 
-_COUNTERS = [field.name for field in dataclasses.fields(ClientCounters)]
+_COUNTERS = counted_in(ClientStatistics)
 
 
 @dataclasses.dataclass(frozen=True)
