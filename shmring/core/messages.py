@@ -35,6 +35,7 @@ __all__ = [
     "Call",
     "CallResult",
     "DEVICE_MEMORY",
+    "DLPACK_CODES",
     "DeviceHandle",
     "EngineMessage",
     "Failed",
@@ -106,11 +107,15 @@ TENSOR_ALIGNMENT = 64
 #: The msgpack extension code that stands for a tensor in a payload.
 TENSOR_EXTENSION = 83
 
-TORCH_ITEM_NBYTES = {
-    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
-    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+#: torch's dtypes that travel: the bytes of an item, and DLPack's code. Their number on the wire is their place here, from 1 on.
+_TORCH_DTYPES = {
+    "bool": (1, 6), "uint8": (1, 1), "int8": (1, 0), "uint16": (2, 1), "int16": (2, 0), "uint32": (4, 1), "int32": (4, 0),
+    "uint64": (8, 1), "int64": (8, 0), "float16": (2, 2), "bfloat16": (2, 4), "float32": (4, 2), "float64": (8, 2),
+    "complex32": (4, 5), "complex64": (8, 5), "complex128": (16, 5), "float8_e4m3fn": (1, 10), "float8_e5m2": (1, 12),
+    "float8_e4m3fnuz": (1, 11), "float8_e5m2fnuz": (1, 13), "float8_e8m0fnu": (1, 14),
 }  # fmt: skip
+TORCH_ITEM_NBYTES = {name: nbytes for name, (nbytes, _) in _TORCH_DTYPES.items()}
+DLPACK_CODES = {name: code for name, (_, code) in _TORCH_DTYPES.items()}
 
 # A numpy dtype as its array interface spells it: byte order, kind, item size (never 0: numpy views no empty items), and a
 # unit for times. Whatever matches, numpy takes.

@@ -18,7 +18,7 @@ import torch.utils.dlpack
 from numpy.typing import NDArray
 
 from shmring.core.compiled import Region, TensorMaker, copied
-from shmring.core.messages import TORCH_ITEM_NBYTES, TensorRef
+from shmring.core.messages import DLPACK_CODES, TORCH_ITEM_NBYTES, TensorRef
 from shmring.errors import RemoteProtocolError
 
 __all__ = ["TENSOR_MAKER", "TORCH_DTYPES", "dlpack_dtype", "gpu_dtype", "tensor_view"]
@@ -26,11 +26,6 @@ __all__ = ["TENSOR_MAKER", "TORCH_DTYPES", "dlpack_dtype", "gpu_dtype", "tensor_
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in TORCH_ITEM_NBYTES if hasattr(torch, name)}
 
 _SIGNED = 0  # DLPack's code of whole numbers, which every torch takes
-_DLPACK_CODES = {
-    "bool": 6, "uint8": 1, "int8": _SIGNED, "uint16": 1, "int16": _SIGNED, "uint32": 1, "int32": _SIGNED, "uint64": 1,
-    "int64": _SIGNED, "float16": 2, "bfloat16": 4, "float32": 2, "float64": 2, "complex32": 5, "complex64": 5, "complex128": 5,
-    "float8_e4m3fn": 10, "float8_e4m3fnuz": 11, "float8_e5m2": 12, "float8_e5m2fnuz": 13, "float8_e8m0fnu": 14,
-}  # fmt: skip
 
 TENSOR_MAKER = TensorMaker(torch.utils.dlpack.from_dlpack, getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))
 
@@ -74,14 +69,14 @@ def _torch_view(ref: TensorRef, region: Region) -> torch.Tensor:
 
 def dlpack_dtype(name: str) -> tuple[int, int] | None:
     """Returns DLPack's code and bits of a dtype that this torch takes by them; None if it does not."""
-    code = _DLPACK_CODES[name]
+    code = DLPACK_CODES[name]
     return (code, 8 * TORCH_ITEM_NBYTES[name]) if name in TORCH_DTYPES and _dlpack_code(name) == code else None
 
 
 @functools.cache
 def _dlpack_code(name: str) -> int:
     """Returns by which code torch takes items of a dtype: its own, or that of whole numbers of the same size."""
-    code, nbytes = _DLPACK_CODES[name], TORCH_ITEM_NBYTES[name]
+    code, nbytes = DLPACK_CODES[name], TORCH_ITEM_NBYTES[name]
     try:
         tried = TENSOR_MAKER.tensor(copied(bytes(nbytes)), 0, (1,), code, 8 * nbytes)
     except (RuntimeError, BufferError):
@@ -107,4 +102,4 @@ def gpu_dtype(name: str) -> tuple[int, int, torch.dtype | None] | None:
     if name not in TORCH_DTYPES:
         return None
     code, bits = _dlpack_code(name), 8 * TORCH_ITEM_NBYTES[name]
-    return code, bits, None if code == _DLPACK_CODES[name] else TORCH_DTYPES[name]
+    return code, bits, None if code == DLPACK_CODES[name] else TORCH_DTYPES[name]
