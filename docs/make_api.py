@@ -52,7 +52,7 @@ SECTIONS = (
         shmring.Claim,
         shmring.threads.Claim,
         "payload reply reply_nowait done fail time_out release share share_nowait to to_nowait on_gpu use_on_gpu on_abort "
-        "client_id request_id name nbytes aborted ended released",
+        "client_id request_id for_engine name nbytes aborted ended released",
     ),
     Section(
         "`Client`: what `connect` returns",

@@ -1,17 +1,19 @@
 """The arguments of a request besides its payload, defined once for all calls that send one.
 
-Code on the way of a request does not name the arguments on which it does not act. So a new one is a line in each class here, an
-argument of the calls in ``client/client.py``, and a member of the record. Blocking twins, clients in a Ray cluster and
-injectors hand on what they get. (``Client.request`` and ``stream`` name theirs: a dictionary costs 2 % of a small request.)
+Code on the way of a request does not name the arguments on which it does not act. So a new one for the engine is a line in
+:class:`EngineOptions`, an argument of the calls in ``client/client.py`` and ``core/client_calls.pyx``, and a field of
+:class:`~shmring.core.compiled.ForEngine`, which is written and read where it is defined. Blocking twins, clients in a Ray
+cluster and injectors hand on what they get. (``Client.request`` and ``stream`` name theirs: a dictionary costs 2 % of a small
+request.)
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
-from shmring.door import check_name
+from shmring.core.compiled import ForEngine
 
 __all__ = ["Arguments", "EngineOptions", "ForEngine", "RequestOptions", "SubmitOptions", "signed_as"]
 
@@ -19,7 +21,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class EngineOptions(TypedDict, total=False):
-    """What an engine is told: the arguments of ``Injector.inject``."""
+    """What an engine is told of a request besides its payload: the arguments of ``ForEngine`` and ``Injector.inject``."""
 
     request_id: str
 
@@ -38,38 +40,27 @@ class RequestOptions(SubmitOptions, total=False):
     retry: int
 
 
-class ForEngine(NamedTuple):
-    """What an engine is told of a request besides its payload, in the order in which the core writes it."""
-
-    request_id: str = ""
-
-
 class Arguments(NamedTuple):
-    """The arguments of a call that sends a request, with their defaults, in the order in which the core hands them on."""
+    """The arguments of a call that sends a request: what the engine is told, and what chooses the engine."""
 
-    request_id: str = ""
-    key: str | bytes | None = None
-    engine: str | None = None
-
-    @property
-    def for_engine(self) -> ForEngine:
-        """What the engine is told of them."""
-        return ForEngine(self.request_id)
+    told: EngineOptions
+    for_engine: ForEngine
+    key: str | bytes | None
+    engine: str | None
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> Arguments:
         """Returns the arguments of a call.
 
         Raises:
-            TypeError: there is no argument of such a name.
-            ValueError: ``request_id`` is too long, or no text.
+            TypeError: there is no argument of such a name, or one is of another type.
+            ValueError: ``request_id`` is too long, or is no Unicode.
         """
-        if unknown := named.keys() - cls._fields:
-            known = ", ".join(cls._fields)
+        if unknown := named.keys() - SubmitOptions.__annotations__.keys():
+            known = ", ".join(SubmitOptions.__annotations__)
             raise TypeError(f"a request has no argument {min(unknown)!r}; besides those of the call itself it has {known}")
-        options = cls(**named)
-        check_name(options.request_id, "request_id")
-        return options
+        told = cast(EngineOptions, {name: named[name] for name in EngineOptions.__annotations__ if name in named})
+        return cls(told, ForEngine(**told), named.get("key"), named.get("engine"))
 
 
 def signed_as(model: Callable[..., Any]) -> Callable[[_Method], _Method]:

@@ -13,14 +13,13 @@ from shmring.client import pauses
 from shmring.client.counters import ClientCounters
 from shmring.client.session import Session
 from shmring.config import ClientConfig
-from shmring.core.compiled import ClientEnd, Origin
+from shmring.core.compiled import ClientEnd, Home
 from shmring.core.loggers import logger_of
-from shmring.errors import ClosedError, EngineDeadError, ShmringError, WouldBlock, fresh
+from shmring.errors import EngineDeadError, ShmringError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda
 from shmring.gpu.device import DeviceMemory
 from shmring.memory.copier import Copier
 from shmring.transport.listener import socket_path
-from shmring.transport.loops import check_loop
 from shmring.transport.waiting import reach_in_time
 
 __all__ = ["Attachment"]
@@ -36,13 +35,13 @@ class Attachment:
         config: as configured.
         reconnect: whether to attach to the next engine of that name when one ends.
         description: what the engine's log calls this client.
-        origin: of the client, to recognise a forked child.
+        home: of the client, which is the door of all its attachments.
         copier: has the turns of copies, and the threads.
         cuda, device_memory: for slots in device memory.
         on_change: called with the :class:`ClientEnd` of each session that begins, and with None when the session has ended.
 
     Attributes:
-        name: the engine's.
+        name, home: as above.
         path: of its socket.
         session: with the engine that is attached now; None: none is. Any thread may read it.
         counters: of all sessions before that.
@@ -56,7 +55,7 @@ class Attachment:
         *,
         reconnect: bool,
         description: str,
-        origin: Origin,
+        home: Home,
         copier: Copier,
         cuda: Cuda,
         device_memory: DeviceMemory,
@@ -70,15 +69,13 @@ class Attachment:
         self._config = config
         self._reconnect = reconnect
         self._description = description
-        self._origin = origin
+        self.home = home
         self._copier = copier
         self._cuda = cuda
         self._device_memory = device_memory
         self._on_change = on_change
         self._attached = asyncio.Event()
         self._reattaching: asyncio.Task[None] | None = None
-        self._closed = False
-        self._loop = asyncio.get_running_loop()
 
     # -- the session ---------------------------------------------------------------------------------------------------
 
@@ -91,10 +88,10 @@ class Attachment:
             LocalProtocolError: this is not the client's loop.
         """
         while True:
-            session = self._now()  # first: a forked child has another loop, too
-            check_loop(self._loop, f"this client of {self.name!r}")
-            if session is not None:
-                return session
+            self.home.enter()
+            if self.session is not None:
+                return self.session
+            self._check_awaited()
             await self._attached.wait()
 
     def ready_nowait(self) -> Session:
@@ -104,37 +101,22 @@ class Attachment:
             WouldBlock: the client waits for the next engine.
             EngineDeadError, ClosedError: as :meth:`ready`.
         """
-        session = self._now()
-        if session is None:
-            raise WouldBlock(f"no engine {self.name!r} is attached now")
-        return session
-
-    def _now(self) -> Session | None:
-        """The session; None while the next engine is waited for."""
-        self.check_process()
-        if self._closed:
-            raise ClosedError(f"this client of {self.name!r} is closed")
+        self.home.check_open()
         if self.session is not None:
             return self.session
+        self._check_awaited()
+        raise WouldBlock(f"no engine {self.name!r} is attached now")
+
+    def _check_awaited(self) -> None:
+        """Raises EngineDeadError unless the next engine is waited for."""
         if not self._reconnect and not self.is_attaching:
             why = f"the engine {self.name!r} has gone; connect again, or use connect(..., reconnect=True)"
             raise EngineDeadError(why, engine=self.name)
-        return None
 
     @property
     def is_attaching(self) -> bool:
         """Whether it tries to attach, for as long as it takes."""
         return self._reattaching is not None and not self._reattaching.done()
-
-    def check_process(self) -> None:
-        """Raises :class:`ClosedError` in a forked child."""
-        if self._origin.forked:
-            raise self._origin.stray("this client", "connect again here")
-
-    def check_loop(self) -> None:
-        """Raises :class:`LocalProtocolError` in another loop, and :class:`ClosedError` in a forked child."""
-        self.check_process()  # a forked child has another loop, too
-        check_loop(self._loop, f"this client of {self.name!r}")
 
     def why_not_sent(self) -> str:
         """Says for what an unsent request, or a caller that wants a slot, is waiting."""
@@ -180,12 +162,12 @@ class Attachment:
         """Attaches as soon as there is an engine of this name, and does not wait for it. Twice is once."""
         if self.is_attaching:
             return
-        self._reattaching = self._loop.create_task(self._reattach())
+        self._reattaching = self.home.loop.create_task(self._reattach())
 
     async def _reattach(self) -> None:
         """Attaches to the next engine of this name, whenever it comes; pauses grow so that waiting costs nothing."""
         pause = pauses.FIRST_S
-        while not self._closed:
+        while not self.home.is_closed:
             try:
                 await self.attach()
             except Exception as error:
@@ -208,14 +190,13 @@ class Attachment:
         self.counters = self.counters.with_those_of(session.end)
         self.lost_error = None if session.error is None else fresh(session.error)
         self._attached.clear()
-        if self._reconnect and not self._closed:
+        if self._reconnect and not self.home.is_closed:
             self.keep_attaching()
             level = logging.INFO if session.load.draining else logging.WARNING  # it had said that it would end
             logger.log(level, "%s: waiting for the next engine %r", session.error, self.name)
 
     async def close(self) -> None:
-        """Says goodbye to the engine, and attaches to no other one. A second call does nothing."""
-        self._closed = True
+        """Says goodbye to the engine, and attaches to no other one: the client is closed."""
         self._attached.set()  # tasks that wait for an engine learn that there will be none
         try:
             if self._reattaching is not None and self.is_attaching:

@@ -33,7 +33,7 @@ from shmring.client.session import Session
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig
-from shmring.core.compiled import ClientCalls
+from shmring.core.compiled import ClientCalls, ForEngine
 from shmring.core.geometry import nbytes_for_slots
 from shmring.door import check_key, check_name, check_retry, check_route_key, names_of, parse_nbytes, shown, timeout_of
 from shmring.errors import EngineDeadError, ShmringError, WouldBlock
@@ -41,7 +41,7 @@ from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory
 from shmring.gpu.driver import Driver
 from shmring.memory.copier import Copier
-from shmring.request_options import Arguments, ForEngine, RequestOptions
+from shmring.request_options import RequestOptions
 from shmring.statistics import ClientStatistics
 from shmring.uncopied import uncopied
 
@@ -199,10 +199,11 @@ class Client(ClientCalls):
         until_s = None if timeout is None else asyncio.get_running_loop().time() + timeout
 
         while True:
-            submission = self._submit_at_once(payload, request_id, key, engine)
+            submitting = self.submit(payload, request_id=request_id, key=key, engine=engine)
+            submission = submitting.at_once()
             if submission is None:
                 with self._deadlines.within(timeout, lambda: self._engines.why_not_sent(engine), until_s=until_s):
-                    submission = await self.submit(payload, request_id=request_id, key=key, engine=engine)
+                    submission = await submitting
             try:
                 while True:
                     try:
@@ -231,22 +232,24 @@ class Client(ClientCalls):
         self.resent += 1
         return True
 
-    async def _submit_in_turn(self, payload: object, *given: Any) -> Submission:
+    async def _submit_in_turn(
+        self, payload: object, for_engine: ForEngine, key: str | bytes | None, engine: str | None
+    ) -> Submission:
         """For :meth:`submit`: waits, or chooses an engine."""
-        options = Arguments(*given)
-        check_route_key(options.key)
-        sending = self._submit_when_attached(payload, options)
-        return await (self._preparations.prepare(options.request_id, sending) if options.request_id else sending)
+        check_route_key(key)
+        sending = self._submit_when_attached(payload, for_engine, key, engine)
+        return await (self._preparations.prepare(for_engine.request_id, sending) if for_engine.request_id else sending)
 
-    async def _submit_when_attached(self, payload: object, options: Arguments) -> Submission:
-        key, engine, for_engine = options.key, options.engine, ForEngine(options.request_id)
+    async def _submit_when_attached(
+        self, payload: object, for_engine: ForEngine, key: str | bytes | None, engine: str | None
+    ) -> Submission:
         while True:
             holder, packed, on_gpu = self._engines.holder(payload, engine)
             attachment = holder or await self._engines.pick_in_time(key, engine)
             session = attachment.session
-            if self._engines.only is None and session is not None and not any(for_engine):
-                attachment.check_loop()
-                submission = self._submit_now(session.end, payload, packed)
+            if self._engines.only is None and session is not None:
+                self._engines.home.check_loop()
+                submission = self._submit_now(session.end, payload, packed, for_engine)
                 if submission is not None:
                     return submission
             del packed
@@ -280,8 +283,7 @@ class Client(ClientCalls):
         Raises:
             WouldBlock: there is no space in this client's leases, too much is in flight, or no engine is attached.
         """
-        check_name(request_id, "request_id")
-        for_engine = ForEngine(request_id)
+        for_engine = ForEngine(request_id=request_id)
         return _first_that_can(
             self._engines.takers(payload, key, engine),
             lambda session: session.sending.submit_nowait(payload, for_engine, ask=ask),
@@ -297,7 +299,7 @@ class Client(ClientCalls):
             TypeError: it is neither a name nor several.
             ClosedError: this client belongs to the process that forked this one.
         """
-        self._engines.check_process()
+        self._engines.home.check_process()
         names = names_of(request_id)
         preparing = self._preparations.abort(names)
         pending = [submission for session in self._engines.sessions() for submission in session.end.pending.values()]
@@ -577,7 +579,7 @@ class Client(ClientCalls):
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return self._engines.is_closed
+        return self._engines.home.is_closed
 
     @property
     def lost_error(self) -> ShmringError | None:
@@ -614,14 +616,14 @@ class Client(ClientCalls):
         Raises:
             ClosedError: this client belongs to the process that forked this one.
         """
-        self._engines.check_process()
+        self._engines.home.check_process()
         return ClientStatistics.total([connection.statistics() for connection in self.engines.values()])
 
     async def close(self) -> None:
         """Aborts pending requests, says goodbye, and detaches. A second call does nothing."""
-        if self._engines.is_closed or self._engines.is_forked:
+        if self._engines.home.is_closed or self._engines.home.forked:
             return  # a forked child must not say goodbye for its parent
-        self._engines.check_loop()
+        self._engines.home.check_loop()
         try:
             await self._engines.close()
         finally:  # also when this is cancelled

@@ -83,7 +83,7 @@ class EngineConnection:
         Raises:
             ClosedError: the client belongs to the process that forked this one.
         """
-        self._attachment.check_process()
+        self._attachment.home.check_process()
         session = self._attachment.session
         counters = self._attachment.counters if session is None else self._attachment.counters.with_those_of(session.end)
         memories = session.slots if session is not None else ()

@@ -19,14 +19,13 @@ from shmring.client.attachment import Attachment
 from shmring.client.routing import ROUTES, EngineLoad, LoadEstimate, Route, Router
 from shmring.client.session import Session
 from shmring.config import ClientConfig
-from shmring.core.compiled import ClientEnd, Origin, Packed
+from shmring.core.compiled import ClientEnd, Home, Packed
 from shmring.core.states import ClientSlot
 from shmring.door import check_route_key, shown, validate_name
-from shmring.errors import ClosedError, EngineDeadError, LocalProtocolError, ShmringError, WouldBlock, fresh
+from shmring.errors import EngineDeadError, LocalProtocolError, ShmringError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda
 from shmring.gpu.device import DeviceMemory
 from shmring.memory.copier import Copier
-from shmring.transport.loops import check_loop
 from shmring.transport.waiting import saying_for_whom, waited
 
 __all__ = ["Engines"]
@@ -51,7 +50,7 @@ class Engines:
     Attributes:
         attachments: by name.
         only: the attachment to the only engine; None: there are several.
-        is_closed: whether :meth:`close` was called.
+        home: of the client: its door.
     """
 
     def __init__(
@@ -70,24 +69,22 @@ class Engines:
         _check_names(names)
         if route not in ROUTES:
             raise ValueError(f"route is one of {', '.join(map(repr, ROUTES))}, not {shown(route)}")
-        self.is_closed = False
         self._config = config
         self._reconnect = reconnect
         self._use = use
         self._listed = ", ".join(map(repr, names))
+        self.home = Home(f"this client of {self._listed}", "connect again here", asyncio.get_running_loop())
         self._router = Router(names, route, random.randrange(len(names)))
         self._estimates = {name: LoadEstimate() for name in names}
         self._sessions: dict[str, Session] = {}  # the lives to which the estimates belong
         self._some_attached = asyncio.Event()
-        self._origin = Origin()
-        self._loop = asyncio.get_running_loop()
         self.attachments = {
             name: Attachment(
                 name,
                 config,
                 reconnect=reconnect,
                 description=description,
-                origin=self._origin,
+                home=self.home,
                 copier=copier,
                 cuda=cuda,
                 device_memory=device_memory,
@@ -106,11 +103,6 @@ class Engines:
             return self.only.session is not None
         return any(attachment.session is not None for attachment in self.attachments.values())
 
-    @property
-    def is_forked(self) -> bool:
-        """Whether this is a forked child."""
-        return self._origin.forked
-
     def sessions(self) -> list[Session]:
         """Returns the sessions with the engines that are attached. Any thread may ask."""
         sessions = [attachment.session for attachment in self.attachments.values()]
@@ -122,25 +114,11 @@ class Engines:
         lost = (each.lost_error for each in self.attachments.values() if each is self.only or each.session is None)
         return next((error for error in lost if error is not None), None)
 
-    def check_process(self) -> None:
-        """Raises :class:`ClosedError` in a forked child."""
-        if self._origin.forked:
-            raise self._origin.stray("this client", "connect again here")
-
-    def _check_open(self) -> None:
-        self.check_process()
-        if self.is_closed:
-            raise ClosedError(f"this client of {self._listed} is closed")
-
-    def check_loop(self) -> None:
-        """Raises :class:`LocalProtocolError` in another loop than the client's."""
-        check_loop(self._loop, f"this client of {self._listed}")
-
     def _changed(self, end: ClientEnd | None) -> None:
         """An engine is attached, or not any more."""
         if self.only is not None:
             self._use(end)
-        if self.connected or self.is_closed:
+        if self.connected or self.home.is_closed:
             self._some_attached.set()
         else:
             self._some_attached.clear()
@@ -156,7 +134,7 @@ class Engines:
             return
         timeout_s = self._config.connect_timeout_s
         with saying_for_whom(f"one of the engines {self._listed} in {self._directory()}", timeout_s):
-            await self._attach_to_some(self._loop.time() + timeout_s)
+            await self._attach_to_some(self.home.loop.time() + timeout_s)
 
     async def _attach_to_some(self, deadline: float) -> None:
         refusals = await self._try_each(deadline)
@@ -186,12 +164,12 @@ class Engines:
 
         Engines that are not there are looked for meanwhile: one that listens and does not answer must not delay them.
         """
-        tries = {self._loop.create_task(attachment.attach()): attachment for attachment in self.attachments.values()}
-        attached = self._loop.create_task(self._some_attached.wait())
+        tries = {self.home.loop.create_task(attachment.attach()): attachment for attachment in self.attachments.values()}
+        attached = self.home.loop.create_task(self._some_attached.wait())
         pending = set(tries)
         try:
             while pending and not attached.done():
-                left_s = max(0.0, deadline - self._loop.time())
+                left_s = max(0.0, deadline - self.home.loop.time())
                 done, _ = await asyncio.wait({attached, *pending}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
                     break
@@ -211,7 +189,7 @@ class Engines:
 
     async def close(self) -> None:
         """Says goodbye to all of them, and attaches to no other one."""
-        self.is_closed = True
+        self.home.is_closed = True
         self._some_attached.set()  # whoever waits for an engine learns that there will be none
         if self.only is not None:
             await self.only.close()
@@ -226,7 +204,7 @@ class Engines:
 
     def loads(self) -> dict[str, EngineLoad]:
         """Returns the loads of the engines to which something may be sent now."""
-        self.check_process()
+        self.home.check_process()
         return {name: self._load(name, session) for name, session in self._reached()}
 
     def _reached(self) -> list[tuple[str, Session]]:
@@ -314,7 +292,7 @@ class Engines:
             return self.given(engine)
         if self.only is not None:
             return self.only
-        self._check_open()  # the attachment of an engine that is named, or the only one, asks itself
+        self.home.check_open()  # a single engine's attachment asks itself
         if key is not None:
             attached = [name for name, _ in self._reached()]
             return self.attachments[self._router.choose_for(key, attached)] if attached else None
@@ -376,7 +354,7 @@ class Engines:
             EngineDeadError: it has gone, and another engine may be chosen; or as :meth:`Attachment.ready`.
         """
         if attachment.session is None and not self.leaves_no_other(engine):
-            self._check_open()
+            self.home.check_open()
             raise EngineDeadError(f"the engine {attachment.name!r} has gone", engine=attachment.name)
         return await attachment.ready()
 
@@ -405,7 +383,7 @@ class Engines:
         Raises:
             WouldBlock, EngineDeadError, ClosedError: none is.
         """
-        self._check_open()
+        self.home.check_open()
         given = self.only if engine is None else self.given(engine)
         if given is not None:
             return [given.ready_nowait()]
@@ -441,12 +419,12 @@ class Engines:
     async def some_engine(self) -> None:
         """Waits until one of the engines is attached."""
         while not self.connected:
-            self._check_open()
+            self.home.check_open()
             if not self._reconnect and not any(attachment.is_attaching for attachment in self.attachments.values()):
                 raise self._none_attached()
-            self.check_loop()
+            self.home.check_loop()
             await self._some_attached.wait()
-        self._check_open()
+        self.home.check_open()
 
     def _none_attached(self) -> EngineDeadError | WouldBlock:
         """Says why no request can be sent now to several engines: the client waits for them, or none will come."""

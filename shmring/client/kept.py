@@ -273,7 +273,7 @@ class KeptContents:
             key: of the content.
             given: its payload as msgpack, the packed payload, and the slot; None: this is a search.
         """
-        self.life.check_alive()  # first: a forked child has another loop, too
+        self.life.check_alive()
         self.life.check_loop()
         await self._asking.acquire()  # until the engine has answered, even if the caller no longer waits
         try:

@@ -6,41 +6,36 @@ import asyncio
 
 from shmring.client.counters import ClientCounters
 from shmring.config import ClientConfig
-from shmring.core.compiled import Origin
+from shmring.core.compiled import Home
 from shmring.core.messages import Welcome
-from shmring.errors import ClosedError, EngineDeadError, ShmringError, fresh
-from shmring.transport.loops import check_loop
+from shmring.errors import EngineDeadError, ShmringError, fresh
 
 __all__ = ["SessionLife"]
 
 
-class SessionLife:
-    """See above. The session lives in the loop that this is made in.
+class SessionLife(Home):
+    """See above. The session lives in the loop that this is made in, until its client closes it or it has ended by itself.
 
     Attributes:
         engine_name: of the engine.
         welcome: its welcome.
         config: of the client.
         counters: of the client.
-        loop: the event loop that the session lives in.
         error: why the session has ended; None: it has not.
-        is_closing: whether its client closes it, or has closed it.
     """
 
     def __init__(self, engine_name: str, welcome: Welcome, config: ClientConfig, counters: ClientCounters) -> None:
+        super().__init__(f"this client of {engine_name!r}", "connect again here", asyncio.get_running_loop())
         self.engine_name = engine_name
         self.welcome = welcome
         self.config = config
         self.counters = counters
-        self.loop = asyncio.get_running_loop()
         self.error: ShmringError | None = None
-        self.is_closing = False
-        self._origin = Origin()
 
     @property
     def is_usable(self) -> bool:
         """Whether this process may use the session now."""
-        return self.error is None and not self.is_closing and not self._origin.forked
+        return self.error is None and not self.is_closed and not self.forked
 
     def check_alive(self) -> None:
         """Raises unless this process may use the session now.
@@ -49,27 +44,16 @@ class SessionLife:
             ClosedError: it was closed, or belongs to the process that forked this one.
             EngineDeadError: its engine has gone.
         """
-        if self._origin.forked:
-            raise self._origin.stray("this client", "connect again here")
-        if self.error is not None:
+        if self.error is not None and not self.forked:
             raise self.fresh_error()
-        if self.is_closing:
-            raise self.closed_error()
+        self.check_open()
 
     def check_readable(self) -> None:
         """Raises unless replies that came in messages may be read: they are here although the engine has gone."""
-        if not self.is_usable and (self._origin.forked or not isinstance(self.error, EngineDeadError)):
+        if not self.is_usable and (self.forked or not isinstance(self.error, EngineDeadError)):
             self.check_alive()
-
-    def check_loop(self) -> None:
-        """Raises LocalProtocolError in another loop than the session's."""
-        check_loop(self.loop, f"this client of {self.engine_name!r}")
 
     def fresh_error(self) -> ShmringError:
         """Returns why the session has ended, for one more caller."""
         assert self.error is not None
         return fresh(self.error)
-
-    def closed_error(self) -> ClosedError:
-        """Returns why a session that its client closes can't be used."""
-        return ClosedError("this client was closed")

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from shmring.client.life import SessionLife
 from shmring.client.submission import Submission
-from shmring.core.compiled import ClientEnd, ClientSlotRecord, Packed
+from shmring.core.compiled import ClientEnd, ClientSlotRecord, ForEngine, Packed
 from shmring.errors import PeerLostError, WouldBlock
 from shmring.gpu.cuda import Stream
 from shmring.gpu.device_slots import DeviceSlots
@@ -26,7 +26,6 @@ from shmring.line import Place, WaitingLine
 from shmring.memory.copier import Copier
 from shmring.memory.slab import Slab
 from shmring.memory.slots import HostSlots
-from shmring.request_options import ForEngine
 from shmring.transport.link import Link
 
 __all__ = ["Sending"]
@@ -108,7 +107,7 @@ class Sending:
         try:
             while True:
                 self._life.check_alive()
-                packed = self.end.pack(payload, *for_engine)
+                packed = self.end.pack(payload, for_engine)
                 submission = self._send_now(packed, stream, self._copier.at_once_nbytes)
                 if submission is None:
                     submission = await self._send_in_turn(packed, stream, flight)
@@ -215,7 +214,7 @@ class Sending:
         """Sends a payload if nothing has to be waited for; the copy is made in the loop."""
         self._begin_nowait()
         try:
-            return self._send_nowait(self.end.pack(payload, *for_engine), ask=ask)
+            return self._send_nowait(self.end.pack(payload, for_engine), ask=ask)
         except BaseException:
             self.end.end_flight()
             raise
@@ -224,7 +223,7 @@ class Sending:
         """Sends a payload if there is space and a turn for it now. A long copy is made on a thread: others use the loop."""
         self._begin_nowait()
         try:
-            packed = self.end.pack(payload, *for_engine)
+            packed = self.end.pack(payload, for_engine)
             if packed.slot_nbytes <= self._copier.offload_nbytes:
                 return self._send_nowait(packed, ask=ask)
             slot = self._host_slots.acquire_nowait(packed.slot_nbytes, held=False, ask=ask)

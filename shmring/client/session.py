@@ -313,7 +313,7 @@ class Session:
         """Ends the session: all calls that wait in it fail with this error."""
         if self.life.error is not None:
             return
-        self.life.error = self.life.closed_error() if self.life.is_closing else error
+        self.life.error = self.life.closed_error() if self.life.is_closed else error
         self.end.is_open = False
         self._watch.close()
         self.loop.remove_reader(self._regions.bell)
@@ -475,7 +475,7 @@ class Session:
         """Says goodbye: unused memory goes back at once, the rest when the last of it is left."""
         if self.life.error is not None:
             return
-        self.life.is_closing = True
+        self.life.is_closed = True
         self.end.is_open = False
         for submission in list(self.end.pending.values()):
             self.abort(submission, self.life.closed_error())

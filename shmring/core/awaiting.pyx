@@ -75,11 +75,6 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
         self._inner = awaitable if PyCoro_CheckExact(awaitable) else awaitable.__await__()
         return owned(None)
 
-    @property
-    def cr_await(self) -> object:
-        """As of a coroutine: what it waits in; None: nothing."""
-        return self._inner
-
     def __reduce_ex__(self, protocol: Any, /) -> Any:
         _refuse(self, protocol)
 
@@ -93,7 +88,7 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
         return self.send(None)
 
     def send(self, value, /):
-        """As of a coroutine."""
+        """Goes on until it waits or has its result, as a coroutine does for its task."""
         cdef PyObject* result = NULL
         cdef int how = _send(<PyObject*>self, <PyObject*>value, &result)
         made = <object>result
@@ -103,7 +98,7 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
         raise StopIteration(made)
 
     def throw(self, kind: type[BaseException] | BaseException, value=None, traceback: TracebackType | None = None, /):
-        """As of a coroutine."""
+        """Raises an error where it waits."""
         cdef PyObject* result
         if self._inner is None:
             self._begun = True
@@ -128,7 +123,7 @@ cdef class Awaited:  # type: Coroutine[Any, Any, _Result]
         raise StopIteration(made)
 
     def close(self) -> None:
-        """As of a coroutine."""
+        """Gives up what it waits for."""
         inner, self._inner, self._begun = self._inner, None, True
         if inner is not None:
             self.gave_up(GeneratorExit)
@@ -277,7 +272,7 @@ cdef int may_be_awaited(type kind) except -1:
 
 
 cdef object right_timeout(object timeout):
-    """As :func:`~shmring.door.timeout_of`. A usual value costs nothing."""
+    """Returns a timeout of a caller, checked by :func:`~shmring.door.timeout_of` if it is not a usual one."""
     if timeout is None or (type(timeout) is float and 0 <= <double>timeout < door.LONGEST_S):
         return timeout
     return door.timeout_of(timeout)

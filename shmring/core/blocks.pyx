@@ -101,7 +101,7 @@ cdef class RunAllocator:
             raise ValueError(f"[{start}, {start + length}) is not allocated in [{self.start}, {self.end})")
 
     cdef int64_t take(self, uint64_t length) except -2:
-        """As :meth:`allocate`, for a length of at least 1; -1 if none fits."""
+        """Takes the shortest free run of this length, at least 1, or more, and returns its start; -1 if none fits."""
         cdef uint64_t key, start, run_length
         if length > LOW or not self._by_length.first_from(_key(length, 0), &key):
             return -1
@@ -118,7 +118,7 @@ cdef class RunAllocator:
         return <int64_t>start
 
     cdef bint carve_run(self, uint64_t start, uint64_t length) except -1:
-        """As :meth:`carve`, for a run that lies in the range."""
+        """Takes a run that lies in the range; returns False, and takes nothing, unless all of it is free."""
         cdef uint64_t key, run_start, run_length
         if not self._by_start.last_below(_key(start + 1, 0), &key):
             return False
@@ -136,7 +136,7 @@ cdef class RunAllocator:
         return True
 
     cdef bint give(self, uint64_t start, uint64_t length) except -1:
-        """As :meth:`free`, for a run that lies in the range; returns False, and changes nothing, if part of it is free."""
+        """Gives a run that lies in the range back; returns False, and changes nothing, if part of it is free."""
         cdef uint64_t before = 0, after = 0, end = start + length, freed = length
         cdef bint has_before = self._by_start.last_below(_key(start, 0), &before)
         cdef bint has_after = self._by_start.first_from(_key(start, 0), &after)
@@ -224,7 +224,7 @@ cdef class TakenRuns:
         return _runs_of(self._by_start)
 
     cdef bint take(self, uint64_t start, uint64_t length) except -1:
-        """As :meth:`add`, for a run that ends below 2**32."""
+        """Takes a run that ends below 2**32; returns False, and takes nothing, if part of it is taken."""
         cdef uint64_t before, after
         if self._by_start.last_below(_key(start + 1, 0), &before) and (before >> HALF) + (before & LOW) > start:
             return False
@@ -236,7 +236,7 @@ cdef class TakenRuns:
         return True
 
     cdef bint give(self, uint64_t start, uint64_t length) noexcept nogil:
-        """As :meth:`remove`; returns False, and changes nothing, if the run is not taken."""
+        """Gives a run back, exactly as it was taken; returns False, and changes nothing, if it is not taken."""
         if not self._by_start.remove(_key(start, length)):
             return False
         self.units -= length

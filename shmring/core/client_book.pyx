@@ -256,7 +256,7 @@ cdef class ClientBook:
         return <uint64_t>len(self.leases) > self._base_leases
 
     cdef double earliest_expiry(self) noexcept:
-        """As :meth:`next_expiry`; infinite if nothing is spare."""
+        """When a lease may be returned at the earliest; infinite if there is no spare lease."""
         cdef HeldLease lease
         cdef double first = INFINITY
         for lease in self.leases.values():
@@ -285,13 +285,13 @@ cdef class ClientBook:
         return self.acquire_asked(nbytes, held)
 
     cdef ClientSlotRecord acquire_asked(self, object nbytes, bint held):
-        """As :meth:`acquire`: callers may ask for any number of bytes."""
+        """Acquires a slot of any number of bytes that a caller has asked for, if that needs no waiting."""
         if not 0 <= nbytes <= self._capacity_nbytes:
             self.check_capacity(nbytes)
         return self.acquire_slot(nbytes, held)
 
     cdef ClientSlotRecord acquire_slot(self, uint64_t nbytes, bint held):
-        """As :meth:`acquire`."""
+        """Acquires a slot; None if that would overtake a waiter or needs a lease."""
         if <int64_t>nbytes > self._capacity_nbytes:
             self.check_capacity(nbytes)
         return None if self._waiters else self.find_slot(nbytes, held)
@@ -359,7 +359,7 @@ cdef class ClientBook:
         cdef HeldLease lease
         cdef ClientSlotRecord slot
         for lease in self.leases.values():
-            if lease.slots.free_units < blocks or not self._takes(lease, blocks):
+            if lease.slots.free_units < blocks or not self.takes(lease, blocks):
                 continue
             slot = ClientSlotRecord.__new__(ClientSlotRecord)
             self._here.make_ready()
@@ -373,15 +373,12 @@ cdef class ClientBook:
             return slot
         return None
 
-    def takes(self, HeldLease lease not None, uint64_t blocks) -> bool:
+    cdef bint takes(self, HeldLease lease, uint64_t blocks) noexcept:
         """Whether a slot of so many blocks is put into this lease, if there is room.
 
         A further lease that was sized for a large slot takes no small ones: it must go back whole, and small slots fit into any
         lease. The exception is a client that can have no further lease.
         """
-        return self._takes(lease, blocks)
-
-    cdef bint _takes(self, HeldLease lease, uint64_t blocks) noexcept:
         if lease.recalled:
             return False
         return (
@@ -461,7 +458,7 @@ cdef class ClientBook:
         return self.submit_slot(slot, self if numbers is None else numbers)
 
     cdef uint64_t submit_slot(self, ClientSlotRecord slot, ClientBook numbers) except 0:
-        """As :meth:`submit`."""
+        """Hands a slot to the engine, under the next generation of the book that numbers."""
         self._move(slot, CLIENT_SUBMIT)
         slot.generation = numbers._next_generation
         numbers._next_generation += 1
@@ -539,7 +536,7 @@ cdef class ClientBook:
         return self.give_slot_up(slot, now) or []
 
     cdef list give_slot_up(self, ClientSlotRecord slot, double now):
-        """As :meth:`give_up`."""
+        """The caller leaves a slot; returns the effects, or None."""
         slot.held = False
         if slot.state_number == WRITING:
             self._leave(slot, DISCARD_VIEWED if slot.viewed else DISCARD, now)
@@ -554,7 +551,7 @@ cdef class ClientBook:
         return self.view_gone(slot, now) or []
 
     cdef list view_gone(self, ClientSlotRecord slot, double now):
-        """As :meth:`last_view_gone`."""
+        """The last view of a slot has died here; returns the effects, or None."""
         slot.viewed = False
         if slot.state_number != DRAINING:
             return None

@@ -8,7 +8,7 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport uint64_t
 
-from shmring.door import LARGEST_NBYTES, check_name, parse_nbytes
+from shmring.door import LARGEST_NBYTES, parse_nbytes
 
 cdef str _HOST = "cpu"
 
@@ -51,30 +51,31 @@ cdef class ClientCalls:
 
     def submit(
         self, payload, *, str request_id not None = "", key: str | bytes | None = None, str engine: str | None = None
-    ) -> Awaited[Submission]:
+    ) -> Submitting:
         """Sends a payload, and returns when it is an engine's: the first half of :meth:`~shmring.Client.request`.
 
         Nothing that was sent is sent again.
 
         Args:
-            payload, request_id, key, engine: as there.
+            payload, request_id, key, engine: as of :meth:`~shmring.Client.request`.
 
         Returns:
             The :class:`~shmring.Submission`, when awaited.
 
         Raises:
-            TypeError, CapacityError, EngineDeadError, ClosedError: as there.
+            TypeError, CapacityError, EngineDeadError, ClosedError, ValueError: as :meth:`~shmring.Client.request`.
         """
+        cdef ForEngine for_engine = for_engine_of(request_id)  # first: an object that is not awaited warns
         cdef Submitting submitting = Submitting.__new__(Submitting)
         submitting.client = self
         submitting.payload = payload
-        submitting.name = request_id
+        submitting.for_engine = for_engine
         submitting.key = key
         submitting.engine = engine
         return submitting
 
     def _submit_in_turn(
-        self, payload, request_id: str, key: str | bytes | None, engine: str | None
+        self, payload, for_engine: ForEngine, key: str | bytes | None, engine: str | None
     ) -> Coroutine[Any, Any, Submission]:
         """A coroutine that waits, and then submits; for the subclass."""
         raise NotImplementedError
@@ -155,41 +156,28 @@ cdef class ClientCalls:
         """
         raise NotImplementedError
 
-    def _submit_now(self, ClientEnd end not None, payload, Packed packed: Packed | None) -> Submission | None:
-        """Submits a request without a name; None if something has to be waited for. For the subclass.
+    def _submit_now(
+        self, ClientEnd end not None, payload, Packed packed: Packed | None, ForEngine for_engine not None
+    ) -> Submission | None:
+        """Submits a request; None if something has to be waited for.
 
         Args:
             end: of the engine's session.
             payload: what to send.
-            packed: the same, if that end has packed it just now.
+            packed: the payload, if that end has packed it just now.
+            for_engine: what the engine is told beside it.
         """
-        return self._submit(end, payload, packed, "")
+        return self.submit_now(end, payload, packed, for_engine)
 
-    def _submit_at_once(
-        self, payload, str request_id not None, key: str | bytes | None, str engine: str | None
-    ) -> Submission | None:
-        """Submits; None if something has to be waited for or chosen. Arguments as of :meth:`submit`.
-
-        Raises:
-            ValueError: this is no name. (An empty one, or one of few characters that are ASCII, is.)
-        """
-        return self.submit_at_once(payload, request_id, key, engine)
-
-    cdef object submit_at_once(self, object payload, str request_id, object key, str engine):
-        if PyUnicode_GET_LENGTH(request_id) > MAX_NAME_CHARACTERS or not PyUnicode_IS_ASCII(request_id):
-            check_name(request_id, "request_id")
-        if self._end is None or key is not None or engine is not None:
-            return None
-        return self._submit(self._end, payload, None, request_id)
-
-    cdef object _submit(self, ClientEnd end, payload, Packed packed, str name):
+    cdef object submit_now(self, ClientEnd end, payload, Packed packed, ForEngine for_engine):
         cdef uint64_t copied_nbytes
         if self._copier.copied_in_turn:
             return None
         copied_nbytes = end.copied_into_slots
         if packed is None:
-            sent = end.submit_now(payload, name, self._copier.at_once_nbytes)
+            sent = end.submit_now(payload, for_engine, self._copier.at_once_nbytes)
         else:
+            packed.for_engine = for_engine
             sent = end.submit_packed(packed, self._copier.at_once_nbytes)
         if end.copied_into_slots - copied_nbytes >= _COUNTED_NBYTES:
             self._copier.count_in_turn(end.copied_into_slots - copied_nbytes)
@@ -202,17 +190,29 @@ cdef class Submitting(Awaited):  # type: Awaited[Submission]
 
     cdef ClientCalls client
     cdef object payload
-    cdef str name
+    cdef ForEngine for_engine
     cdef object key
     cdef str engine
+
+    def at_once(self) -> Submission | None:
+        """Submits now; None if something has to be waited for or chosen, and this can be awaited."""
+        self._begun = True  # it is over, unless it has to be awaited
+        sent = self._at_once(self.client, self.payload)
+        self._begun = sent is not None
+        return sent
+
+    cdef object _at_once(self, ClientCalls client, object payload):
+        if client._end is None or self.key is not None or self.engine is not None:
+            return None
+        return client.submit_now(client._end, payload, None, self.for_engine)
 
     cdef PyObject* happen(self) except NULL:
         cdef ClientCalls client = self.client
         payload, self.payload, self.client = self.payload, None, None  # whoever keeps this keeps no views
-        sent = client.submit_at_once(payload, self.name, self.key, self.engine)
+        sent = self._at_once(client, payload)
         if sent is not None:
             return owned(sent)
-        return self.wait_in(client._submit_in_turn(payload, self.name, self.key, self.engine))
+        return self.wait_in(client._submit_in_turn(payload, self.for_engine, self.key, self.engine))
 
 
 @cython.final

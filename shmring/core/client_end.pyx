@@ -124,11 +124,6 @@ cdef class BaseSubmission:
         return self.ended or bool(self._replies)
 
     @property
-    def _has_reply(self) -> bool:
-        """Whether there is an unread reply."""
-        return bool(self._replies)
-
-    @property
     def has_replied(self) -> bool:
         """Whether a reply has come, taken or not."""
         return self._replies is not None
@@ -783,13 +778,13 @@ cdef class ClientEnd(RecordHandler):
 
     # -- requests go ---------------------------------------------------------------------------------------------------
 
-    def pack(self, payload, str name not None = "") -> Packed:
+    def pack(self, payload, ForEngine for_engine not None = NOTHING_TOLD) -> Packed:
         """Encodes a payload, and changes nothing. Code of the caller may run meanwhile and change something, so the state is
         checked afterwards.
 
         Args:
             payload: what to send.
-            name: the caller's own name for the request.
+            for_engine: what the engine is told beside it.
 
         Returns:
             The encoded payload for :meth:`send`. Its ``slots`` are the records of the held slots in which its tensors lie.
@@ -798,32 +793,32 @@ cdef class ClientEnd(RecordHandler):
             TypeError, CapacityError: as :meth:`Packer.pack`.
             ClosedError, EngineDeadError: the session has ended, perhaps meanwhile.
         """
-        return self._pack_or_raise(payload, self._inline_nbytes, self.held, name)
+        return self._pack_or_raise(payload, self._inline_nbytes, self.held, for_engine)
 
     def pack_apart(self, payload) -> Packed:
         """Encodes a payload all of whose tensors are to be copied to one slot; otherwise as :meth:`pack`."""
-        return self._pack_or_raise(payload, 0, None, "")
+        return self._pack_or_raise(payload, 0, None, NOTHING_TOLD)
 
-    cdef Packed _pack_or_raise(self, object payload, uint64_t inline_nbytes, HeldSlots held, str name):
-        cdef Packed packed = self._pack(payload, inline_nbytes, held, name)
+    cdef Packed _pack_or_raise(self, object payload, uint64_t inline_nbytes, HeldSlots held, ForEngine for_engine):
+        cdef Packed packed = self._pack(payload, inline_nbytes, held, for_engine)
         if packed is None:
             self.shell.check_alive()
         return packed
 
-    cdef Packed _pack(self, object payload, uint64_t inline_nbytes, HeldSlots held, str name):
+    cdef Packed _pack(self, object payload, uint64_t inline_nbytes, HeldSlots held, ForEngine for_engine):
         """Encodes a payload; None: this end may not be used any more. Code of the caller may have run, and ended the
         session."""
         cdef Packed packed = self._packer.pack(payload, inline_nbytes, self._record_nbytes, held)
         packed.choose_way(self.turnover_nbytes, self._cache_nbytes)
-        packed.name = name
+        packed.for_engine = for_engine
         return packed if self.is_usable() else None
 
-    cpdef object submit_now(self, object payload, str name, uint64_t most_nbytes):  # type: (object, str, int) -> Any
+    cpdef object submit_now(self, object payload, ForEngine for_engine, uint64_t most_nbytes):  # type: (object, ForEngine, int) -> Any
         """Packs and sends a payload, unless that has to wait.
 
         Args:
             payload: what to send.
-            name: the caller's own name for the request.
+            for_engine: what the engine is told beside it.
             most_nbytes: that may be copied now.
 
         Returns:
@@ -840,11 +835,11 @@ cdef class ClientEnd(RecordHandler):
             return None
         if self.crowded or self.in_flight >= self._max_inflight:
             return None
-        packed = self._pack(payload, self._inline_nbytes, self.held, name)
+        packed = self._pack(payload, self._inline_nbytes, self.held, for_engine)
         return None if packed is None else self.submit_packed(packed, most_nbytes)
 
-    cpdef object submit_packed(self, Packed packed, uint64_t most_nbytes):  # type: (Packed, int) -> Any
-        """As :meth:`submit_now`, with a payload that was packed just now."""
+    cdef object submit_packed(self, Packed packed, uint64_t most_nbytes):
+        """Sends a payload that was packed just now; None, and nothing was changed: it has to wait."""
         if not self.is_writable():
             return None
         if packed.slot_nbytes and not self.hear():  # slots released just now are still in the cache
@@ -937,7 +932,7 @@ cdef class ClientEnd(RecordHandler):
             request.number = self._next_id = self._next_id + 1
             submission._end = self
             submission.request_id = self._next_id
-            submission.name = packed.name
+            submission.name = packed.for_engine.request_id
             self.pending.put(self._next_id, submission)
             # The ring may be full after all: code that has run since may have written to it.
             publish(self._writer, self.shell, &request, packed, nbytes)

@@ -358,7 +358,7 @@ cdef class EngineBook:
             free(many)
 
     cdef RequestRecord submit_slots(self, ClientRecord client, uint64_t request_id, const SlotNumbers* slots, Py_ssize_t count):
-        """As :meth:`submit`, of a connected client: all of a request's slots are published, or none."""
+        """A connected client hands over a request: all of its slots are published, or none."""
         cdef uint64_t last_generation = client.last_generation
         cdef RequestRecord request = RequestRecord.__new__(RequestRecord)
         cdef EngineSlotRecord slot
@@ -428,7 +428,7 @@ cdef class EngineBook:
         self.claim_request(<RequestRecord>(<ClientRecord>self.clients[client_id]).requests[request_id])
 
     cdef int claim_request(self, RequestRecord request) except -1:
-        """As :meth:`claim`."""
+        """The engine begins with a waiting request, and claims its slots."""
         request.state_number = requests.advance(request.state_number, SCHEDULE)
         return self._claim_slots(request)
 
@@ -472,7 +472,7 @@ cdef class EngineBook:
         return True
 
     cdef int end_request(self, ClientRecord client, RequestRecord request, int event) except -1:
-        """As :meth:`end`, for a request that has not ended."""
+        """The engine ends a request that has not ended."""
         cdef bint was_waiting = request.state_number == WAITING
         request.state_number = requests.advance(request.state_number, event)
         if was_waiting:
@@ -486,7 +486,7 @@ cdef class EngineBook:
         return [] if effects is None else self._served(effects)
 
     cdef list abort_request(self, ClientRecord client, uint64_t request_id):
-        """As :meth:`abort`, of a connected client."""
+        """A connected client aborts a request; returns the effects, or None if it has ended already."""
         cdef RequestRecord request = client.requests.take(request_id)
         cdef EngineSlotRecord slot
         cdef list effects, released = []
@@ -530,7 +530,7 @@ cdef class EngineBook:
     cdef list release_request(
         self, ClientRecord client, RequestRecord request, const uint8_t* viewed, uint64_t* released, Py_ssize_t* count
     ):
-        """As :meth:`release_slots`, for those of a request that are claimed.
+        """The engine is done with the slots of a request that was claimed; slots that are viewed drain.
 
         Args:
             viewed: for each of its slots, in order, whether it drains; NULL: none does.
@@ -564,7 +564,7 @@ cdef class EngineBook:
         return [Released(client_id, (generation,))] if effects is None else effects
 
     cdef list release_viewed(self, ClientRecord client, EngineSlotRecord slot):
-        """As :meth:`last_view_gone`; None: its client is connected, and is to be told of it."""
+        """The last view of a draining slot has died; None: its client is connected, and is to be told of it."""
         cdef list effects
         self._move(client, slot, ENGINE_LAST_VIEW_GONE)
         if client.connected:

@@ -194,9 +194,14 @@ cdef class BaseClaim:
         return self._submit.request_id
 
     @property
+    def for_engine(self) -> ForEngine:
+        """What its caller has told the engine besides the payload."""
+        return self._submit.for_engine
+
+    @property
     def name(self) -> str:
         """The caller's own name for the request; may be empty."""
-        return self._submit.name
+        return self._submit.for_engine.request_id
 
     @property
     def payload(self):
@@ -211,7 +216,7 @@ cdef class BaseClaim:
             ClosedError: it belongs to the process that forked this one, which does not have its memory.
         """
         if self._end._forks != forks():
-            raise self._end.shell.closed_error()
+            self._end.shell.life.check_process()
         if self._payload is _RELEASED:
             raise LocalProtocolError(
                 f"request {self._submit.request_id} was released; keep what you need of its payload before"
@@ -461,13 +466,13 @@ cdef class EngineEnd:
             self.wake_next()
         return 0
 
-    def inject(self, BaseFrontend frontend not None, request_id: int, name: str, bundle: Bundle) -> None:
+    def inject(self, BaseFrontend frontend not None, request_id: int, ForEngine for_engine not None, bundle: Bundle) -> None:
         """Submits a request of this process's own, behind those that have come.
 
         Args:
             frontend: a local one.
             request_id: above all of its earlier ones.
-            name: the caller's own name for it.
+            for_engine: what its caller tells this engine.
             bundle: its payload.
 
         Raises:
@@ -485,7 +490,7 @@ cdef class EngineEnd:
         content = Content.__new__(Content)
         content.payload, content.value_count = payload, measure(payload, self._bounds).values
         submit = Submit.__new__(Submit)
-        submit.epoch, submit.request_id, submit.name, submit.content = self.epoch, request_id, name, content
+        submit.epoch, submit.request_id, submit.for_engine, submit.content = self.epoch, request_id, for_engine, content
         claim = new_instance(self._claim_type, ())
         claim._request = self.book.submit_slots(frontend.record, request_id, content.slot_numbers, 0)
         claim._end, claim._frontend, claim._submit, claim._bundle = self, frontend, submit, bundle
@@ -787,7 +792,7 @@ cdef class EngineEnd:
         """Returns the frontend of the request; the frontend may be forgotten here."""
         return claim._frontend
 
-    def check_running(self, BaseClaim claim not None) -> None:
+    cpdef int check_running(self, BaseClaim claim) except -1:  # type: (BaseClaim) -> None
         """Raises unless the request can still be answered.
 
         Raises:
@@ -796,6 +801,7 @@ cdef class EngineEnd:
         """
         if claim.ended:
             self.shell.refuse(claim)
+        return 0
 
     cpdef object finish(self, BaseClaim claim):  # type: None
         """Releases the slots, and tells the frontend that the request is finished, unless it has ended."""
@@ -869,13 +875,11 @@ cdef class EngineEnd:
             ClosedError: the ring may not be used here.
         """
         cdef Packed packed
-        if claim.ended:
-            self.shell.refuse(claim)
+        self.check_running(claim)
         if not self.is_usable():
-            raise self.shell.closed_error()
+            raise self.shell.life.closed_error()
         packed = self._packer.pack(payload, self._inline_nbytes, self._record_nbytes)
-        if claim.ended:  # the payload's own code may have ended it
-            self.shell.refuse(claim)
+        self.check_running(claim)  # the payload's own code may have ended it
         return packed
 
     cdef bint reply_now(self, BaseClaim claim, Packed reply, bint is_last, bint copies_long) except -1:
@@ -933,8 +937,7 @@ cdef class EngineEnd:
         cdef SlotNumbers numbers
         cdef Outgoing record = outgoing(REPLY, claim._submit.request_id)
         cdef uint64_t nbytes
-        if claim.ended:  # checked here: code may have run since the caller's check
-            self.shell.refuse(claim)
+        self.check_running(claim)  # code may have run since the caller's check
         if frontend.is_local:
             frontend.replied(record.number, reply)
             self._count_reply(reply)
@@ -965,8 +968,7 @@ cdef class EngineEnd:
         Raises:
             AbortedError, LocalProtocolError: the request has ended.
         """
-        if claim.ended:
-            self.shell.refuse(claim)
+        self.check_running(claim)
         return self._finish(claim, reply, slot)
 
     cdef int _count_reply(self, Packed reply) noexcept:

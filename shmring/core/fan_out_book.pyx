@@ -283,7 +283,7 @@ cdef class FanOutBook:
         return 0
 
     def take(self, blocks: int) -> int | None:
-        """As ``reserve_blocks``, for Python; None: there are none now."""
+        """Reserves memory for a message; returns its first block, or None: there is none now."""
         start = self.reserve_blocks(blocks)
         return None if start < 0 else start
 
@@ -302,7 +302,7 @@ cdef class FanOutBook:
         return True
 
     def can_publish(self, ranks: Iterable[int]) -> bool:
-        """As ``has_place``, for Python."""
+        """Whether one more message may go to the workers of these ranks."""
         return self.has_place(self.mask_of(ranks))
 
     cdef int next_stamp(self) noexcept:
@@ -348,7 +348,7 @@ cdef class FanOutBook:
         return message.sequence
 
     def publish(self, ranks: Iterable[int], start: int = 0, blocks: int = 0, nbytes: int = 0) -> tuple[int, int]:
-        """As ``publish_to``, for Python; returns the number and the stamp."""
+        """A message goes to workers that have room for it; returns its number and its stamp."""
         cdef int stamp = self.next_stamp()
         return self.publish_to(self.mask_of(ranks), start, blocks, nbytes, NULL, 0), stamp
 
@@ -503,7 +503,7 @@ cdef class FanOutBook:
         return not self._want(wanted)
 
     def want(self, ranks: Iterable[int]) -> bool:
-        """As ``want_place``, for Python."""
+        """Asks the workers of these ranks that have no room for one more message to ring; returns as :meth:`want_place`."""
         return self.want_place(self.mask_of(ranks))
 
     def want_memory(self) -> bool:

@@ -1,9 +1,13 @@
-"""The check that an object is still in the process that made it.
+"""The door of an end: whether it may be used here, in this process and in this event loop.
 
 Theory of operation: a forked child inherits every object of its parent, sockets and mappings included, and must not use them.
 Asking the kernel for the process's id takes as long as encoding a small message, and it would be asked several times for each.
 So forks are counted: libc calls a hook in each child, before ``fork`` returns there. An object that belongs to a process
-remembers the count, and compares it: compiled code calls ``forks()``, a load and a compare; Python has an :class:`Origin`.
+remembers the count, and compares it: compiled code calls ``forks()``, a load and a compare; Python has a :class:`Home`.
+
+Each ring, client and worker of asyncio lives in the event loop in which it was made: its timers, its bells and its waiting tasks
+are there. A task of another loop would wait for ever. asyncio notices this when a task waits, but its error speaks of its own
+tasks and futures; the error here says what to do.
 
 No other code of the package detects forks. Two other hooks act in a new child without a check. With Python's hook,
 :mod:`shmring.transport.listener` closes the sockets and locks of its parent there. A hook in ``memory/copy_helpers.c`` forgets
@@ -13,10 +17,11 @@ Invariants: the count only grows, and only in a child, which has one thread then
 (``subprocess``) may not be counted; it runs no code of ours.
 """
 
-cimport cython
 from posix.unistd cimport getpid
 
-from shmring.errors import ClosedError
+from asyncio import get_running_loop
+
+from shmring.errors import ClosedError, LocalProtocolError
 
 cdef int fork_count
 
@@ -35,26 +40,62 @@ if pthread_atfork(NULL, NULL, _count_fork):
     raise MemoryError
 
 
-@cython.final
-cdef class Origin:
-    """The process in which this was made.
+cdef class Home:
+    """Where something lives: the process that made it, and the event loop in which it works, until it is closed.
+
+    Args:
+        what: it is, for errors: ``ring 'vision'``.
+        instead: what a forked child does instead of using it.
+        loop: in which it works; None: any thread may use it.
 
     Attributes:
-        pid: its id.
-        forked: whether this is a copy of it in a child.
+        what, loop: as above.
+        pid: the id of the process.
+        is_closed: whether it was closed; whoever closes it sets this.
     """
 
+    cdef readonly str what
+    cdef readonly object loop  # type: Any
     cdef readonly int pid
+    cdef public bint is_closed
+    cdef str _instead
     cdef int _forks
 
-    def __cinit__(self) -> None:
-        self.pid = getpid()
-        self._forks = forks()
+    def __init__(self, what: str, instead: str, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.what, self._instead, self.loop = what, instead, loop
+        self.pid, self._forks = getpid(), forks()
 
     @property
     def forked(self) -> bool:
+        """Whether this is a copy in a forked child."""
         return self._forks != forks()
 
-    def stray(self, what: str, instead: str) -> ClosedError:
-        """Returns the error for a child that uses an object of its parent: it names the object, and says what to do instead."""
-        return ClosedError(f"{what} belongs to process {self.pid}, which forked this one; {instead}")
+    def check_process(self) -> None:
+        """Raises :class:`ClosedError` in a forked child."""
+        if self._forks != forks():
+            raise self.closed_error()
+
+    def check_loop(self) -> None:
+        """Raises :class:`LocalProtocolError` in another loop, and :class:`ClosedError` in a forked child."""
+        self.check_process()  # a forked child has another loop, too
+        if self.loop != get_running_loop():
+            raise LocalProtocolError(
+                f"{self.what} was made in another event loop, and works only there (asyncio.run makes a new loop each time); "
+                "make one in each loop, or use shmring.threads, which any thread may call"
+            ) from None
+
+    def check_open(self) -> None:
+        """Raises :class:`ClosedError` unless it is open, and may be used in this process."""
+        if self.is_closed or self._forks != forks():
+            raise self.closed_error()
+
+    def enter(self) -> None:
+        """Raises unless it is open, and may be used in this process and in this loop: the door."""
+        self.check_open()
+        self.check_loop()
+
+    def closed_error(self) -> ClosedError:
+        """Returns why it can't be used."""
+        if self._forks != forks():
+            return ClosedError(f"{self.what} belongs to process {self.pid}, which forked this one; {self._instead}")
+        return ClosedError(f"{self.what} is closed")

@@ -176,7 +176,7 @@ cdef class Gpu:
         point.next, self._idle = self._idle, point
 
     cdef void point_came(self, Point* point) noexcept nogil:
-        """The same, on any thread without the lock."""
+        """Ends the use of a point whose event has come, and drops its regions; on any thread, without the interpreter's lock."""
         cdef void* seen = load_top(&self._over)
         drop_kept(point)
         while True:
@@ -386,7 +386,7 @@ cdef class Watch:
             PyThread_release_lock(self._news)
 
     cdef void remember(self, Point* point) noexcept:
-        """The same, but :meth:`look` is called before the thread waits for it."""
+        """The point's event is looked at by :meth:`look`, and waited for by the thread only after that."""
         point.next = NULL
         if self._first == NULL:
             self._first = point

@@ -63,12 +63,12 @@ cdef enum:
 
 
 cdef inline uint64_t blocks_for(uint64_t nbytes) noexcept nogil:
-    """As in :mod:`shmring.core.geometry`, for any number that fits."""
+    """How many blocks so many bytes take, without a header: at least one."""
     return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES != 0 or nbytes == 0)
 
 
 cdef inline uint64_t slot_blocks(uint64_t nbytes) noexcept nogil:
-    """As in :mod:`shmring.core.geometry`, for any number that fits."""
+    """How many blocks a slot takes that has so many bytes of content behind its header."""
     return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES + SLOT_HEADER_NBYTES + BLOCK_NBYTES - 1) // BLOCK_NBYTES
 
 

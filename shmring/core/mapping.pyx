@@ -203,7 +203,7 @@ cdef class Mapping:
             PyErr_SetFromErrno(OSError)
 
     cdef char* at(self, uint64_t offset, uint64_t nbytes) except NULL:
-        """As :func:`place_in`."""
+        """Where a range of the mapping is; raises ClosedError if nothing is mapped."""
         return place_in(self.mapped, offset, nbytes)
 
     def end_with(self, socket: int) -> None:

@@ -391,7 +391,7 @@ cdef class RecordHandler:
             self.handle_message(record)
 
     def __call__(self, record: bytes, /) -> None:
-        """As :meth:`handle_record`."""
+        """Handles any record: a handler is what a reader calls."""
         self.handle_record(record)
 
 
@@ -432,11 +432,8 @@ cdef class RecordReader:
         self.take(<uint8_t*>PyBytes_AS_STRING(record), nbytes)
         return record
 
-    def has_more(self) -> bool:
-        """Whether there are unread records."""
-        return self.has_news()
-
     cdef bint has_news(self) noexcept nogil:
+        """Whether there are unread records."""
         return load_acquire_u64(self._at + AT_TAIL) != self._head
 
     def ring_bell(self) -> bool:

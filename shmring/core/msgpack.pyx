@@ -4,8 +4,11 @@ Reading makes no Python object and moves one value at a time: :c:func:`read_valu
 or the head of the next array or map, whose members are the next values. No byte after the end is read.
 """
 
+from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
+
+from shmring.errors import RemoteProtocolError
 
 
 cdef enum Kind:
@@ -39,6 +42,11 @@ cdef extern from "<endian.h>" nogil:
     uint64_t be64toh(uint64_t)
     uint16_t le16toh(uint16_t)
     uint64_t le64toh(uint64_t)
+
+
+cdef object wrong(str what):
+    """Returns the error for bytes that are no message."""
+    return RemoteProtocolError(f"not a message of this protocol: {what}")
 
 
 cdef inline uint64_t read_big_endian(const uint8_t* at, int nbytes) noexcept nogil:
@@ -184,6 +192,14 @@ cdef inline bint read_array(Cursor* cursor, uint64_t* count) noexcept nogil:
         return False
     count[0] = value.number
     return True
+
+
+cdef str text_of(Value* value):
+    """Returns a text that was read."""
+    try:
+        return PyUnicode_DecodeUTF8(<const char*>value.data, value.nbytes, NULL)
+    except UnicodeDecodeError as error:
+        raise wrong(str(error)) from None
 
 
 cdef inline uint8_t* put_big_endian(uint8_t* to, uint64_t number, int nbytes) noexcept nogil:

@@ -32,7 +32,7 @@ from libc.stdint cimport UINT64_MAX, int32_t, int64_t, uint8_t, uint16_t, uint32
 from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
 
-from shmring.core.messages import TORCH_ITEM_NBYTES
+from shmring.core.messages import DLPACK_CODES, TORCH_ITEM_NBYTES
 from shmring.errors import CapacityError, RemoteProtocolError
 
 
@@ -56,7 +56,7 @@ cdef struct TensorMemory:
 
 
 cdef enum:
-    _COMPLEX = 5   # DLPack's number
+    _COMPLEX = 5   # DLPack's code of complex numbers
 
 cdef enum:
     SLOT_NBYTES = SLOT_EXTENSION_NBYTES + 3
@@ -68,7 +68,7 @@ cdef enum:
     _MOST_NESTED = 200          # what is nested more deeply is for msgspec, and for the check of what it writes
     _PLAIN_DIMENSIONS = 8       # a peer refuses no tensor of so few dimensions and of less than 1 TiB
     _COUNT_SHIFT = 2            # values encoded here count at most 4 a byte: an empty array
-    _HEAD_NBYTES = 1400         # at most, of a record apart from its payload, its slots and what is copied into it
+    _HEAD_NBYTES = FOR_ENGINE_NBYTES + 367  # at most, of a record apart from its payload, its slots and what is copied into it
     FIELDS_NBYTES = 64          # at most, of a record's own fields, apart from texts and lists
     _CONTENT_NBYTES = 64        # at most, of what is around a content
 
@@ -81,12 +81,9 @@ memset(_NUMBERS, 0, sizeof(_NUMBERS))
 
 
 cdef int _know_dtypes() except -1:
-    codes = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "complex": 5, "bool": 6, "float8_e4m3fn": 10, "float8_e4m3fnuz": 11,
-             "float8_e5m2": 12, "float8_e5m2fnuz": 13, "float8_e8m0fnu": 14}
     for number, name in enumerate(DTYPES):
         if name is not None:
-            code = codes.get(name)
-            _NUMBERS[codes[name.rstrip("0123456789")] if code is None else code][TORCH_ITEM_NBYTES[name]] = number
+            _NUMBERS[DLPACK_CODES[name]][TORCH_ITEM_NBYTES[name]] = number
     return 0
 
 _know_dtypes()
@@ -574,12 +571,12 @@ cdef class Packed:
     cdef object _copy_strided
     cdef object _copy_past_cache
     cdef object _copy_into_cache
-    cdef str name     # the caller's own, of the request
-    cdef bytes fence  # behind what was written to slots in device memory
+    cdef ForEngine for_engine  # of a request
+    cdef bytes fence           # behind what was written to slots in device memory
 
     def __cinit__(self) -> None:
         self.parts = self.slots = ()
-        self.name, self.fence = "", b""
+        self.for_engine, self.fence = NOTHING_TOLD, b""
 
     cdef int lay_out(self, uint64_t inline_nbytes, uint64_t largest_record_nbytes, uint32_t slots) except -1:
         """Decides whether tensors and payload travel in the record or in a slot."""
@@ -673,10 +670,8 @@ cdef class Packed:
         return 0
 
     cdef uint64_t most_nbytes(self) except 0:
-        """The most that :meth:`put_content` writes, with name and fence. What it copies is contiguous from now on."""
-        cdef Py_ssize_t name_nbytes = 0
-        PyUnicode_AsUTF8AndSize(self.name, &name_nbytes)
-        cdef uint64_t nbytes = _CONTENT_NBYTES + name_nbytes + PyBytes_GET_SIZE(self.fence)
+        """The most that :meth:`put_content` writes, with ``for_engine`` and fence. What it copies is contiguous from now on."""
+        cdef uint64_t nbytes = _CONTENT_NBYTES + self.for_engine.most_nbytes() + PyBytes_GET_SIZE(self.fence)
         if not self.slot_nbytes:
             self.make_contiguous()
             nbytes += self.region_nbytes
@@ -750,13 +745,10 @@ cdef uint64_t most_nbytes(Outgoing* record, Packed packed) except 0:
 cdef uint8_t* put_record(uint8_t* to, Outgoing* record, Packed packed) noexcept:
     """Writes a record; returns where it ends."""
     cdef uint32_t members = 0 if packed is None else packed.content_members(), i
-    cdef Py_ssize_t name_nbytes = 0
-    cdef const char* name
     if record.tag == SUBMIT:
-        to = put_unsigned(put_array(to, 6 + members), SUBMIT)
+        to = put_unsigned(put_array(to, FOR_ENGINE_MEMBERS + 5 + members), SUBMIT)
         to = put_unsigned(put_unsigned(to, record.epoch), record.number)
-        name = PyUnicode_AsUTF8AndSize(packed.name, &name_nbytes)
-        to = put_text(to, name, name_nbytes)
+        to = packed.for_engine.put(to)
         to = put_binary(to, PyBytes_AS_STRING(packed.fence), PyBytes_GET_SIZE(packed.fence))
         to = put_array(to, record.in_place)
         for i in range(record.in_place):

@@ -65,14 +65,6 @@ cdef class Placement:
         if self.runs != self._few:
             free(self.runs)
 
-    def spans(self) -> list[tuple[int, int, int, int]]:
-        """Returns the copies: region, start, end, and target."""
-        cdef uint32_t i
-        spans = []
-        for i in range(self.run_count):
-            spans.append((self.runs[i].region, self.runs[i].start, self.runs[i].end, self.runs[i].target))
-        return spans
-
     cdef int reserve(self, uint32_t count) except -1:
         """Makes room for so many spans."""
         self.runs = self._few

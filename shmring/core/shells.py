@@ -122,6 +122,8 @@ class _Life(Protocol):
 
     def check_process(self) -> None: ...
 
+    def closed_error(self) -> Exception: ...
+
 
 class _Replies(Protocol):
     """Replies that the end can't send at once."""
@@ -145,9 +147,6 @@ class EngineShell(Protocol):
 
     def check_claiming(self) -> None:
         """Raises the error that says why nothing is claimed, if that is so."""
-
-    def closed_error(self) -> Exception:
-        """Returns why the ring can't be used here."""
 
     def let_others_run(self) -> None:
         """The loop must have a turn before more requests are claimed."""

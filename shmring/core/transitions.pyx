@@ -78,7 +78,7 @@ cdef class Transitions:
         return following
 
     cdef inline int advance(self, int state, int event) except -1:
-        """As :meth:`after`, for a transition that the caller makes now."""
+        """Returns the state that an event leads to, and tells the watcher: the caller makes the transition now."""
         cdef int following = self.after(state, event)
         if _watcher is not None:
             _watcher(self.name, self._states[state], self._events[event])

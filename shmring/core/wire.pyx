@@ -40,7 +40,6 @@ there, so it is copied out when the request is claimed, and checked then.
 
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport UINT32_MAX, UINT64_MAX, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
@@ -96,7 +95,6 @@ MAX_VALUES: int = RingConfig.max_values
 
 cpdef enum:
     MAX_DEPTH = 256  # of a payload: more than any real payload has, and less than Python's own decoders can follow
-    MAX_NAME_CHARACTERS = 256  # of a request
 
 #: No number of a descriptor is larger, so that sums of two of them can't overflow.
 cdef uint64_t _MAX_NUMBER = <uint64_t>1 << 62
@@ -485,23 +483,19 @@ cdef class Submit:
 
     cdef readonly uint64_t epoch
     cdef readonly uint64_t request_id
-    cdef readonly str name
+    cdef readonly ForEngine for_engine
     cdef readonly Content content
-
-
-cdef object _wrong(str what):
-    return RemoteProtocolError(f"not a message of this protocol: {what}")
 
 
 cdef int read_slot(Value* value, SlotNumbers* slot) except -1:
     if value.kind != EXTENSION or value.type != SLOT_EXTENSION or value.nbytes != SLOT_EXTENSION_NBYTES:
-        raise _wrong("a slot is described in another way")
+        raise wrong("a slot is described in another way")
     slot.lease_id = read_little_endian(value.data, 8)
     slot.offset = read_little_endian(value.data + 8, 8)
     slot.nbytes = read_little_endian(value.data + 16, 8)
     slot.generation = read_little_endian(value.data + 24, 8)
     if slot.lease_id > _MAX_NUMBER or slot.offset > _MAX_NUMBER or slot.nbytes > _MAX_NUMBER:
-        raise _wrong("a number of a slot is larger than any memory")
+        raise wrong("a number of a slot is larger than any memory")
     return 0
 
 
@@ -519,7 +513,7 @@ cdef int read_content(Cursor* cursor, Content content, uint64_t members, Bounds 
         content.slot_count += 1
         content.is_copied_to_slot = True
     elif kind != NIL:
-        raise _wrong("copied bytes are described in another way")
+        raise wrong("copied bytes are described in another way")
     if members == 2:
         payload = cursor.at
         content.walk_payload(cursor, bounds)
@@ -528,14 +522,14 @@ cdef int read_content(Cursor* cursor, Content content, uint64_t members, Bounds 
         members != 4 or read_value(cursor, &value) != NIL
         or not read_unsigned(cursor, &content.payload_offset) or not read_unsigned(cursor, &content.payload_nbytes)
     ):
-        raise _wrong("a payload is described in another way")
+        raise wrong("a payload is described in another way")
     else:
         slot_nbytes = content.region_nbytes(0) if content.is_copied_to_slot else 0
         if not content.payload_nbytes or content.payload_offset > slot_nbytes \
                 or content.payload_nbytes > slot_nbytes - content.payload_offset:
             raise RemoteProtocolError("a payload exceeds the slot that it lies in")
     if cursor.at != cursor.end:
-        raise _wrong("something follows it")
+        raise wrong("something follows it")
     return 0
 
 
@@ -559,22 +553,18 @@ cdef Submit read_submit(Cursor* cursor, uint64_t members, Bounds bounds):
     cdef uint64_t slots
     cdef uint64_t i
     submit.content = content
-    if members != 8 and members != 10:
-        raise _wrong("it has too few or too many fields")
+    if members != FOR_ENGINE_MEMBERS + 7 and members != FOR_ENGINE_MEMBERS + 9:
+        raise wrong("it has too few or too many fields")
     if not read_unsigned(cursor, &submit.epoch) or not read_unsigned(cursor, &submit.request_id) \
             or submit.request_id > _MAX_NUMBER:
-        raise _wrong("its epoch or request id is no number")
-    if read_value(cursor, &value) != TEXT or value.nbytes > 1024:
-        raise _wrong("its name is no text of at most 256 characters")
-    submit.name = _text(value.data, value.nbytes) if value.nbytes else ""
-    if len(submit.name) > MAX_NAME_CHARACTERS:
-        raise _wrong("its name is no text of at most 256 characters")
+        raise wrong("its epoch or request id is no number")
+    submit.for_engine = read_for_engine(cursor)
     if read_value(cursor, &value) != BINARY or value.nbytes > 64:
-        raise _wrong("its fence is no event")
+        raise wrong("its fence is no event")
     if value.nbytes:
         content.fence = PyBytes_FromStringAndSize(<const char*>value.data, value.nbytes)
     if not read_array(cursor, &slots):
-        raise _wrong("its slots are no array")
+        raise wrong("its slots are no array")
     if slots > bounds.tensors:
         raise RemoteProtocolError(f"tensors in {slots} slots exceed max_tensors ({bounds.tensors})")
     content.reserve_slots(slots + 1)
@@ -582,22 +572,15 @@ cdef Submit read_submit(Cursor* cursor, uint64_t members, Bounds bounds):
         read_value(cursor, &value)
         read_slot(&value, content.slot_numbers + i)
         content.slot_count += 1
-    read_content(cursor, content, members - 6, bounds)
+    read_content(cursor, content, members - FOR_ENGINE_MEMBERS - 5, bounds)
     return submit
-
-
-cdef str _text(const uint8_t* data, uint64_t nbytes):
-    try:
-        return PyUnicode_DecodeUTF8(<const char*>data, nbytes, NULL)
-    except UnicodeDecodeError as error:
-        raise _wrong(str(error)) from None
 
 
 cdef Content read_reply(Cursor* cursor, uint64_t members, Bounds bounds, uint64_t* request_id):
     """Reads a reply behind its tag; ``request_id`` is set to the request that it answers."""
     cdef Content content = Content.__new__(Content)
     if members < 4 or not read_unsigned(cursor, request_id):
-        raise _wrong("a reply is of no request")
+        raise wrong("a reply is of no request")
     read_content(cursor, content, members - 2, bounds)
     return content
 
@@ -616,16 +599,16 @@ cdef Content read_done(
     cdef Content content = None
     cdef uint64_t generation, i
     if members < 3 or not read_unsigned(cursor, request_id) or not read_array(cursor, count):
-        raise _wrong("an end is of no request")
+        raise wrong("an end is of no request")
     if count[0] > MAX_LISTED:
-        raise _wrong("it lists too many generations")
+        raise wrong("it lists too many generations")
     released[0] = cursor[0]
     for i in range(count[0]):
         if not read_unsigned(cursor, &generation):
-            raise _wrong("a generation is no number")
+            raise wrong("a generation is no number")
     if members > 3:
         content = Content.__new__(Content)
         read_content(cursor, content, members - 3, bounds)
     elif cursor.at != cursor.end:
-        raise _wrong("something follows it")
+        raise wrong("something follows it")
     return content

@@ -39,6 +39,7 @@ class Claim(ClaimCalls, Generic[_Payload]):
     Attributes:
         client_id: the frontend, as this engine numbers its connections.
         request_id: the request, as that frontend numbers its submissions.
+        for_engine: what its caller has told the engine besides the payload.
         name: the caller's own name for the request; may be empty.
         nbytes: bytes of tensors in its slots.
         payload: the payload, its tensors viewed in place; see :class:`~shmring.core.compiled.BaseClaim`.

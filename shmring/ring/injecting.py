@@ -20,12 +20,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-from shmring.core.compiled import BaseFrontend, EngineEnd, Packed
+from shmring.core.compiled import BaseFrontend, EngineEnd, ForEngine, Packed
 from shmring.core.effects import EngineEffect
 from shmring.core.messages import Failed
 from shmring.errors import AbortedError, ClosedError, RemoteError, WouldBlock
 from shmring.memory.bundles import Bundle, copied_bundle
-from shmring.request_options import EngineOptions, ForEngine
+from shmring.request_options import EngineOptions
 from shmring.ring.frontend import fit_text
 from shmring.ring.life import RingLife
 
@@ -200,8 +200,7 @@ class Injector(BaseFrontend):
         """
         if not self.connected:
             raise ClosedError(f"{self} is closed")
-        self._life.check_open()
-        self._life.check_loop()
+        self._life.enter()
         if len(self._requests) >= self._life.config.max_inflight:
             raise WouldBlock(f"{len(self._requests)} requests are in flight, the engine takes no more (max_inflight)")
         self._last_request_id += 1
@@ -209,7 +208,7 @@ class Injector(BaseFrontend):
         request = Injected(self, self._last_request_id, for_engine.request_id, self._limit_nbytes)
         self._requests[request.request_id] = request
         try:
-            self.end.inject(self, request.request_id, *for_engine, payload)
+            self.end.inject(self, request.request_id, for_engine, payload)
         except BaseException:
             del self._requests[request.request_id]
             raise
@@ -260,7 +259,7 @@ class Injector(BaseFrontend):
 
     def _error(self, failed: Failed) -> Exception:
         if failed.kind == "aborted":
-            if self._life.is_over:
+            if self._life.is_closed:
                 return ClosedError(f"ring {self._life.name!r} is closed: {self._why_closed}")
             return AbortedError(f"request {failed.request_id} was aborted", request_id=failed.request_id)
         return TimeoutError(failed.message) if failed.kind == "timed_out" else RemoteError(failed.type_name, failed.message)

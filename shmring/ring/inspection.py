@@ -97,7 +97,7 @@ class Inspection:
             self._timer = None
 
     def _look_again(self) -> None:
-        if self._life.is_over or self._life.is_forked:
+        if self._life.is_closed or self._life.forked:
             return
         now = time.monotonic()
         try:

@@ -189,8 +189,7 @@ class Shell:
 
     def injector(self, name: str) -> Injector:
         """See :meth:`Ring.injector`."""
-        self.life.check_open()
-        self.life.check_loop()
+        self.life.enter()
         client_id = self._handshakes.next_client_id()
         lease = self._book.connect(client_id, 0)
         if lease is not None:  # the smallest there is: it needs none
@@ -278,7 +277,7 @@ class Shell:
             "request %d is left with living views of its payload; it was %s",
             submit.request_id,
             why,
-            extra={"request_id": submit.name},
+            extra={"request_id": submit.for_engine.request_id},
         )
 
     def refuse(self, claim: BaseClaim) -> None:
@@ -362,14 +361,13 @@ class Shell:
 
     async def drain(self, timeout: float | None, *, claiming: bool) -> bool:
         """See :meth:`Ring.drain`."""
-        self.life.check_open()
-        self.life.check_loop()
+        self.life.enter()
         self._load.drain()
         if not claiming:
             self.end.wake_all(drains=True)
         end_s = math.inf if timeout is None else self.loop.time() + timeout
         read_by_s = self.loop.time() + _READ_S
-        while not self.life.is_over:
+        while not self.life.is_closed:
             now_s = self.loop.time()
             if self.end.running_count or (claiming and self.end.waiting_count):
                 read_by_s = now_s + _READ_S
@@ -383,10 +381,10 @@ class Shell:
 
     async def close(self, reason: str) -> None:
         """See :meth:`Ring.close`."""
-        if self.life.is_over or self.life.is_forked:
+        if self.life.is_closed or self.life.forked:
             return  # a forked child must not touch its parent's sockets
         self.life.check_loop()
-        self.life.is_over = True
+        self.life.is_closed = True
         self.end.is_open = False
         self.inspection.close()
         self._moments.close()
@@ -416,10 +414,6 @@ class Shell:
             self.end.detach()
             self._host_claims.unmap()
             os.close(self._load_fd)
-
-    def closed_error(self) -> ClosedError:
-        """Returns why the ring can't be used here."""
-        return self.life.closed_error()
 
     def statistics(self) -> RingStatistics:
         """See :meth:`Ring.statistics`."""

@@ -166,6 +166,7 @@ class Workers:
     def __init__(self, life: RingLife, end: EngineEnd, slab: Slab, copier: Copier) -> None:
         self.life = life
         self.loop = life.loop
+        self.check_loop, self.closed = life.check_loop, life.closed_error  # for its end
         config = life.config
         self._slab = slab
         self._copier = copier
@@ -265,18 +266,18 @@ class Workers:
     async def _send(self, parcel: Parcel) -> None:
         """Sends a message. Meanwhile later messages to its workers wait, and no others."""
         try:
-            self.check_loop()
+            self.life.check_loop()
             await self._take_turn(parcel)
             try:
                 while not self.end.reserve_memory(parcel):
-                    self._check_open()
+                    self.life.check_open()
                     await self._changed(self.book.want_memory)
                 if not parcel.is_copied and (address := self.end.address_of(parcel)):
                     assert self._memory is not None
                     await self._copier.copy(parcel.packed, self._memory, address)
                     self.end.copied(parcel)
                 while True:
-                    self._check_open()
+                    self.life.check_open()
                     if self.end.publish(parcel):
                         break
                     await self._changed(lambda: self._want_room(parcel))
@@ -391,33 +392,20 @@ class Workers:
         if has_departed and self.book.outstanding and self._looking is None:  # they ring no more
             self._looking = self.loop.call_later(_GONE_S, self._look_after)
 
-    def closed(self) -> Exception:
-        """Returns why nothing is sent."""
-        return self.life.closed_error()
-
-    def check_loop(self) -> None:
-        """Raises LocalProtocolError in another loop than the ring's."""
-        self.life.check_loop()
-
-    def _check_open(self) -> None:
-        if not self.end.is_open:
-            raise self.closed()
-
     # -- workers come ----------------------------------------------------------------------------------------------
 
     async def wait(self, count: int, timeout: float | None) -> tuple[int, ...]:
         """See :meth:`Ring.wait_workers`."""
         count = count_of(count, "count", least=0, most=limits.MAX_WORKERS)
         timeout = timeout_of(timeout)
-        self.life.check_open()
-        self.life.check_loop()
+        self.life.enter()
         bound = asyncio.timeout(timeout)
         try:
             async with bound:
                 while len(self.book.ranks) < count:
-                    self._check_open()
+                    self.life.check_open()
                     await self._joined.wait(lambda _: None)
-                self._check_open()
+                self.life.check_open()
         except TimeoutError:
             if not bound.expired():
                 raise
@@ -484,7 +472,7 @@ class Workers:
                 self._reserved(reserving)  # if it was done before this waited, it may not have been called yet
             finally:
                 del reserving  # as below
-            self._check_open()
+            self.life.check_open()
 
     def _reserved(self, reserving: asyncio.Future[tuple[int, Mapping]]) -> None:
         if self._reserving is not reserving:

@@ -159,10 +159,10 @@ class CallersLoop(LoopRunner):
     def close(self, *arguments: Any) -> None:
         """Closes the ring at once. If this thread is in the middle of a call (and now runs a signal handler), that call closes
         it."""
-        if self._origin.forked or sys.is_finalizing() or self._is_over:
+        if self.home.forked or sys.is_finalizing() or self._is_over:
             return
         self._check_thread()
-        self._is_closed = True
+        self.home.is_closed = True
         self._do(self._close, arguments)
         if self._leader == get_ident():
             self._closes_later = True
@@ -204,7 +204,7 @@ class CallersLoop(LoopRunner):
     def _closed_error(self) -> ClosedError:
         if self._is_broken and not self._is_over:
             return ClosedError(
-                f"{self._what} was interrupted in the middle of its work (a signal handler raised); it can only be closed"
+                f"{self.home.what} was interrupted in the middle of its work (a signal handler raised); it can only be closed"
             )
         return super()._closed_error()
 
@@ -247,7 +247,7 @@ class CallersLoop(LoopRunner):
     def _check_whole(self, error: BaseException | None) -> None:
         """An exception has ended the work in the middle of the loop."""
         if error is not None and not isinstance(error, Exception | asyncio.CancelledError):
-            self._is_broken = self._is_closed = True
+            self._is_broken = self.home.is_closed = True
 
     def _do_and_turn(self, function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         result = function(*arguments, **named)
@@ -281,8 +281,8 @@ class CallersLoop(LoopRunner):
     def _check_thread(self) -> None:
         if self._insider == get_ident():
             raise LocalProtocolError(
-                f"{self._what} was asked to wait by a thread that is in the middle of it; callbacks, finalisers and hooks that "
-                "run there may use what does not wait, or hand their work to another thread"
+                f"{self.home.what} was asked to wait by a thread that is in the middle of it; callbacks, finalisers and hooks "
+                "that run there may use what does not wait, or hand their work to another thread"
             )
 
     def _wake(self) -> None:
@@ -319,7 +319,8 @@ class CallersLoop(LoopRunner):
         while not call.is_ended:
             if self._leader == me:
                 raise LocalProtocolError(
-                    f"{self._what} was asked to wait by a thread that waits for it already, and runs a signal handler meanwhile"
+                    f"{self.home.what} was asked to wait by a thread that waits for it already, and runs a signal handler "
+                    "meanwhile"
                 )
             if self._leader == _NOBODY:
                 self._lead(me)
@@ -423,7 +424,7 @@ class CallersLoop(LoopRunner):
         idle_s = self._called_s + _IDLE_S - time.monotonic()
         if idle_s > 0:
             return idle_s
-        if not self._is_closed:
+        if not self.home.is_closed:
             self._lead(_STANDING)
         return _IDLE_S
 

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from shmring.core.compiled import Origin
+from shmring.core.compiled import Home
 from shmring.errors import ClosedError
 from shmring.memory.limits import check_open_files
 from shmring.threads.greenlets import check_threads
@@ -218,6 +218,7 @@ class LoopRunner:
         make_loop: makes an event loop.
 
     Attributes:
+        home: where it lives; threads ask it whether they may use it.
         is_direct: whether a call is carried out by the thread that makes it.
 
     Raises:
@@ -232,9 +233,8 @@ class LoopRunner:
     ) -> None:
         check_threads()
         check_open_files(OPEN_FILES, what)
-        self._what = what
+        self.home = Home(what, "open your own here")
         self._make = make
-        self._origin = Origin()
         self._context = contextvars.copy_context()  # of who opens the end; what it calls for others sees these variables
         self._loop = make_loop()
         self._queue: deque[LoopCall | tuple[Callable[..., object], tuple[Any, ...]]] = deque()
@@ -242,18 +242,12 @@ class LoopRunner:
         self._life: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[tuple[Any, ...]] | None = None
         self._running: dict[LoopCall, None] = {}  # those that are not answered yet; used in the loop
-        self._is_closed = False
         self._is_over = False
 
     @property
     def is_open(self) -> bool:
         """Whether calls are taken."""
-        return not (self._is_closed or self._origin.forked)
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this is a copy in a forked child."""
-        return self._origin.forked
+        return not (self.home.is_closed or self.home.forked)
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
@@ -325,7 +319,7 @@ class LoopRunner:
 
         From any thread, from the middle of the loop, and from finalisers.
         """
-        if self._origin.forked:
+        if self.home.forked:
             return
         self._queue.append((function, arguments))
         self._wake()
@@ -346,20 +340,15 @@ class LoopRunner:
 
     def check_open(self) -> None:
         """Raises ClosedError unless this process may use the end."""
-        self.check_process()
-        if self._is_closed or sys.is_finalizing():
+        self.home.check_process()
+        if self.home.is_closed or sys.is_finalizing():
             raise self._closed_error()
-
-    def check_process(self) -> None:
-        """Raises ClosedError in a forked child."""
-        if self._origin.forked:
-            raise self._origin.stray(self._what, "open your own here")
 
     def _check_thread(self) -> None:
         """Raises LocalProtocolError if this thread may not wait for the loop."""
 
     def _closed_error(self) -> ClosedError:
-        return ClosedError(f"{self._what} is closed")
+        return self.home.closed_error()
 
     def _turn_away(self) -> None:
         """The loop has ended: answers all queued calls, which will not be carried out. Several threads may do this at once."""
@@ -376,21 +365,21 @@ class LoopRunner:
     async def _live(self) -> None:
         self._life = asyncio.current_task()
         self._closing = asyncio.get_running_loop().create_future()
-        if self._is_closed:  # the thread that opens it was interrupted already
+        if self.home.is_closed:  # the thread that opens it was interrupted already
             return
         try:
             end = await self._make()
         except BaseException as error:  # noqa: BLE001 - it is raised where this is opened
-            self._is_closed = True
+            self.home.is_closed = True
             self._opening.answer(error=error)
             return
         arguments: tuple[Any, ...] = ()
         try:
             self._opening.answer()
-            if not self._is_closed:
+            if not self.home.is_closed:
                 arguments = await self._closing
         finally:
-            self._is_closed = True
+            self.home.is_closed = True
             for call in tuple(self._running):
                 call.answer(error=self._closed_error())
                 call.cancel()
@@ -401,12 +390,12 @@ class LoopRunner:
             self._closing.set_result(arguments)
 
     def _abandon(self) -> None:
-        self._is_closed = True
+        self.home.is_closed = True
         if self._life is not None:
             self._life.cancel()
 
     def _begin(self, call: LoopCall) -> None:
-        if self._is_closed:
+        if self.home.is_closed:
             call.answer(error=self._closed_error())
             return
         try:
@@ -429,7 +418,7 @@ class LoopRunner:
                     function, arguments = item
                     function(*arguments)
             except Exception as error:  # noqa: BLE001 - it does not concern the thread that happens to be here
-                self._loop.call_exception_handler({"message": f"what was asked of {self._what} failed", "exception": error})
+                self._loop.call_exception_handler({"message": f"what was asked of {self.home.what} failed", "exception": error})
 
 
 async def within(timeout: float | None, what: Callable[[], str], waiting: Awaitable[_Result]) -> _Result:

@@ -58,9 +58,9 @@ class LoopThread(LoopRunner):
     def close(self, *arguments: Any) -> None:
         """Closes the ring or client, and waits until the thread has ended."""
         self._check_thread()
-        if self._origin.forked or sys.is_finalizing():  # its thread is not here, or never runs again
+        if self.home.forked or sys.is_finalizing():  # its thread is not here, or never runs again
             return
-        self._is_closed = True
+        self.home.is_closed = True
         self.post(self._close, arguments)
         while (
             not self._is_over
@@ -79,7 +79,7 @@ class LoopThread(LoopRunner):
     def _check_thread(self) -> None:
         if threading.get_ident() == self._thread.ident:
             raise LocalProtocolError(
-                f"{self._what} was asked to wait in its own thread, which carries out what others wait for; callbacks and "
+                f"{self.home.what} was asked to wait in its own thread, which carries out what others wait for; callbacks and "
                 "finalisers that run there may use what does not wait, or hand their work to another thread"
             )
 
@@ -102,5 +102,5 @@ class LoopThread(LoopRunner):
         except Exception as error:  # noqa: BLE001 - it is raised where this is closed
             self._failure = error
         finally:
-            self._is_closed = self._is_over = True
+            self.home.is_closed = self._is_over = True
             self._turn_away()

@@ -26,7 +26,7 @@ from typing_extensions import TypeVar
 import shmring.ring.claim as in_loop
 import shmring.ring.ring as ring_in_loop
 from shmring.config import RingConfig, RingOptions, busy_poll_of, configured
-from shmring.core.compiled import BaseClaim, Gathering
+from shmring.core.compiled import BaseClaim, ForEngine, Gathering
 from shmring.door import check_callable, check_calls, check_error, check_text, count_of, shown, timeout_of
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteProtocolError, ShmringError, WouldBlock
 from shmring.ring.frontend import CallHandler
@@ -244,11 +244,12 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
     Attributes:
         client_id: the frontend, as this engine numbers its connections.
         request_id: the request, as that frontend numbers its submissions.
+        for_engine: what its caller has told the engine besides the payload.
         name: the caller's own name for the request; may be empty.
         nbytes: bytes of tensors in its slots.
     """
 
-    __slots__ = ("_arrived_s", "_is_left", "client_id", "name", "nbytes", "request_id")
+    __slots__ = ("_arrived_s", "_is_left", "client_id", "for_engine", "name", "nbytes", "request_id")
 
     def __init__(self, thread: LoopRunner, claim: in_loop.Claim, arrived_s: float) -> None:
         self._thread = thread
@@ -257,6 +258,7 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
         self._arrived_s = arrived_s  # in the time of the loop
         self.client_id: int = claim.client_id
         self.request_id: int = claim.request_id
+        self.for_engine: ForEngine = claim.for_engine
         self.name: str = claim.name
         self.nbytes: int = claim.nbytes
 
@@ -273,7 +275,7 @@ class Claim(Blocking[in_loop.Claim], Generic[_Payload]):
             LocalProtocolError: the claim has released it.
             ClosedError: it belongs to the process that forked this one.
         """
-        self._thread.check_process()
+        self._thread.home.check_process()
         if self._is_left:
             raise LocalProtocolError(f"request {self.request_id} was released; keep what you need of its payload before")
         payload: _Payload = self._in_loop.payload
@@ -544,7 +546,7 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
         try:
             return self.claim()
         except ClosedError:
-            if self._thread.is_forked:
+            if self._thread.home.forked:
                 raise
             raise StopIteration from None
 

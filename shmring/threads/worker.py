@@ -92,7 +92,6 @@ class _Connection(BaseConnection):
         self.receiving = _Turn("receives")
         self._sending = _Turn("replies")
         self._unsaid: deque[bytes] = deque()  # failures of messages that could not be sent yet: bounded like messages
-        self._is_closing = False
         self._has_ended = False  # the connection; what was published before is still read
         fd = joined.socket.fileno()
         self._end = joined.make_end(
@@ -224,10 +223,10 @@ class _Connection(BaseConnection):
 
     def close(self) -> None:
         """See :meth:`Worker.close`."""
-        if self._origin.forked or self._pidfd < 0:
+        if self.forked or self._pidfd < 0:
             return
-        self._is_closing = True
-        self._end_with(ClosedError(f"{self._what} is closed"))
+        self.is_closed = True
+        self._end_with(self.closed_error())
         self._tidy_up()
 
     def take(self, turn: _Turn, timeout: float | None) -> bool:
@@ -240,7 +239,7 @@ class _Connection(BaseConnection):
     def leave(self, turn: _Turn) -> None:
         """The last thread that leaves a closed worker cleans up."""
         turn.pass_on()
-        if self._is_closing:
+        if self.is_closed:
             self._tidy_up()
 
     def _tidy_up(self) -> None:

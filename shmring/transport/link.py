@@ -41,8 +41,8 @@ from shmring.core.compiled import (
     ENDED,
     FOREIGN,
     GAVE_UP,
+    Home,
     LinkReader,
-    Origin,
     Poller,
     RecordHandler,
     RecordWriter,
@@ -50,7 +50,6 @@ from shmring.core.compiled import (
 )
 from shmring.core.messages import MAX_LISTED, EngineMessage, FrontendMessage, WorkerMessage, encode_message
 from shmring.errors import CapacityError, PeerLostError, RemoteProtocolError
-from shmring.transport.loops import check_loop
 
 __all__ = ["Link", "LinkOwner"]
 
@@ -115,7 +114,7 @@ class Link:
         self._busy_poll_s = busy_poll_s
         self._max_backlog_nbytes = max_backlog_nbytes
         self._loop = asyncio.get_running_loop()
-        self._origin = Origin()
+        self._home = Home("this end of a ring", "connect again here", self._loop)
         self._backlog: deque[bytes] = deque()
         self._backlog_nbytes = 0
         self.writer.told = busy_poll_s > 0
@@ -148,7 +147,7 @@ class Link:
     @property
     def can_write(self) -> bool:
         """Whether :meth:`drain` would return at once."""
-        return self._writable.is_set() and not self._origin.forked
+        return self._writable.is_set() and not self._home.forked
 
     def published(self) -> None:
         """A caller has written to the ring directly, and ``writer.told`` is set: this side stays awake for the answer."""
@@ -204,7 +203,7 @@ class Link:
 
     def queue(self, record: bytes) -> None:
         """Sends a record that found the ring full, and can't wait."""
-        if not self.lost and not self._origin.forked:
+        if not self.lost and not self._home.forked:
             try:
                 self._queue(record)
             except MemoryError as error:
@@ -217,7 +216,7 @@ class Link:
         Raises:
             CapacityError: it is larger than a record may be. Nothing was sent.
         """
-        if self.lost or self._origin.forked:
+        if self.lost or self._home.forked:
             return
         writer = self.writer
         try:
@@ -255,7 +254,7 @@ class Link:
             self.writer.begin_turn()
             await asyncio.sleep(0)
         while not self._writable.is_set():
-            check_loop(self._loop, "this end of a ring")
+            self._home.check_loop()
             await self._writable.wait()
         if self.lost:
             raise PeerLostError("the connection has ended")
@@ -315,7 +314,7 @@ class Link:
 
     def _hear(self) -> None:
         """Bytes came over the socket."""
-        if self._origin.forked:
+        if self._home.forked:
             return
         heard = receive_bells(self._fd)
         if heard and not self._deaf:
@@ -382,7 +381,7 @@ class Link:
         self._closing = True
         self._heir = heir
         self._stop_delivering()
-        if self._origin.forked:
+        if self._home.forked:
             return
         if self._backlog and not self.lost:
             with contextlib.suppress(RemoteProtocolError):
@@ -397,7 +396,7 @@ class Link:
         """Ends the connection at once, and drops the backlog."""
         self._closing = self.lost = True
         self._stop_delivering()
-        if not self._origin.forked:
+        if not self._home.forked:
             self._end()
 
     def _end(self) -> None:

@@ -20,7 +20,7 @@ from typing_extensions import TypeVar
 
 from shmring.cancellation import retrieve
 from shmring.config import WorkerConfig, WorkerOptions, configured
-from shmring.core.compiled import BaseMessage, Origin, WorkerEnd
+from shmring.core.compiled import BaseMessage, Home, WorkerEnd
 from shmring.core.messages import Refused, decode_engine_message
 from shmring.core.printable import printable
 from shmring.door import check_name, rank_of
@@ -29,7 +29,7 @@ from shmring.line import WaitingLine, give
 from shmring.opening import Opening
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
-from shmring.transport.loops import check_loop, poller_of
+from shmring.transport.loops import poller_of
 from shmring.uncopied import uncopied
 from shmring.worker.answers import failure_record, records_of
 from shmring.worker.joining import Joined, join_in_time
@@ -90,7 +90,7 @@ class Message(TypedMessage[_Payload]):
         await connection.send_answer(self, payload)
 
 
-class BaseConnection:
+class BaseConnection(Home):
     """A worker's connection to its engine: how replies are cut into records, and why it has ended.
 
     Args:
@@ -103,11 +103,10 @@ class BaseConnection:
 
     _end: WorkerEnd  # the subclass makes it
 
-    def __init__(self, joined: Joined) -> None:
+    def __init__(self, joined: Joined, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        super().__init__(f"worker {joined.rank} of engine {joined.name!r}", "join anew", loop)
         self.name = joined.name
         self.rank = joined.rank
-        self._what = f"worker {self.rank} of engine {self.name!r}"  # for errors
-        self._origin = Origin()
         self._reason: ShmringError | None = None  # why no more messages will come
 
     def _answer(self, message: BaseMessage, payload: object, largest_nbytes: int) -> deque[bytes]:
@@ -138,30 +137,23 @@ class BaseConnection:
         if self._reason is not None:
             raise fresh(self._reason)
 
-    def check_process(self) -> None:
-        """Raises ClosedError in a forked child."""
-        if self._origin.forked:
-            raise self._origin.stray(self._what, "join anew")
-
 
 class _Connection(BaseConnection):
     """A worker's connection to its engine: received messages, replies, and how it ends."""
 
     def __init__(self, joined: Joined, payload_type: Any) -> None:
-        super().__init__(joined)
-        self._loop = asyncio.get_running_loop()
+        super().__init__(joined, asyncio.get_running_loop())
         self._records: deque[bytes] = deque()
         self._receivers: WaitingLine[None] = WaitingLine()
-        self._is_closed = False
         self._answering = asyncio.Lock()  # a reply's parts follow each other
         self._rest: asyncio.Task[None] | None = None  # sends them, for the last reply that has several
-        self._watch = ProcessWatch(self._loop, joined.pidfd, self._engine_died)
+        self._watch = ProcessWatch(self.loop, joined.pidfd, self._engine_died)
         self._link = Link(
             self,
             joined.socket,
             joined.incoming,
             joined.outgoing,
-            poller_of(self._loop),
+            poller_of(self.loop),
             max_backlog_nbytes=_BACKLOG_NBYTES,
             busy_poll_s=joined.config.busy_poll_s,
         )
@@ -204,7 +196,7 @@ class _Connection(BaseConnection):
 
     async def record_came(self) -> None:
         """Waits for a record, or for the end."""
-        check_loop(self._loop, self._what)
+        self.check_loop()
         await self._receivers.wait(lambda _: self._wake())
 
     def _wake(self) -> None:
@@ -237,7 +229,7 @@ class _Connection(BaseConnection):
             self._answering.release()
             return
         try:
-            self._rest = self._loop.create_task(self._send_rest(parts))
+            self._rest = self.loop.create_task(self._send_rest(parts))
         except MemoryError as error:
             self._link.fail_soon(error)
             raise
@@ -269,9 +261,9 @@ class _Connection(BaseConnection):
 
     def fail_answer_later(self, sequence: int, error: BaseException) -> None:
         """For finalisers of messages, in any thread: no reply to one will come."""
-        if not self._origin.forked:
+        if not self.forked:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self.fail_answer, sequence, error)
+                self.loop.call_soon_threadsafe(self.fail_answer, sequence, error)
 
     # -- for the link ------------------------------------------------------------------------------------------------
 
@@ -318,11 +310,11 @@ class _Connection(BaseConnection):
 
     async def close(self) -> None:
         """See :meth:`Worker.close`."""
-        if self._origin.forked or self._is_closed:
+        if self.forked or self.is_closed:
             return
-        check_loop(self._loop, self._what)
-        self._is_closed = True
-        self._end_with(ClosedError(f"{self._what} is closed"))
+        self.check_loop()
+        self.is_closed = True
+        self._end_with(self.closed_error())
         self._watch.close()
         self._leave_unread()
         self._link.close()

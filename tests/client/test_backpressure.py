@@ -300,7 +300,7 @@ def moments_of(look: Callable[[], list[Any]]) -> Moments:
             return look()
 
     class Life:
-        is_over = is_forked = False
+        is_closed = forked = False
 
         @property
         def loop(self) -> asyncio.AbstractEventLoop:

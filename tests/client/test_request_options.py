@@ -30,15 +30,26 @@ def named(call: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", _OF_EACH_CALL)
 def test_a_call_has_the_arguments_of_a_request_and_its_own(name: str) -> None:
     arguments = named(getattr(Client, name))
-    assert arguments.keys() == _OF_EACH_CALL[name] | set(Arguments._fields)
-    assert Arguments._field_defaults.items() <= arguments.items()
+    assert arguments.keys() == _OF_EACH_CALL[name] | set(SubmitOptions.__annotations__)
+    told = ForEngine()
+    assert {option: getattr(told, option) for option in EngineOptions.__annotations__}.items() <= arguments.items()
 
 
 def test_type_checkers_know_of_all() -> None:
-    assert set(EngineOptions.__annotations__) == set(ForEngine._fields)
-    assert set(SubmitOptions.__annotations__) == set(Arguments._fields)
-    assert set(RequestOptions.__annotations__) == set(Arguments._fields) | {"timeout", "retry"}
-    assert Arguments("mine", "key", "vision").for_engine._asdict() == {"request_id": "mine"}
+    fields = {name for name, value in vars(ForEngine).items() if inspect.isdatadescriptor(value)}
+    assert set(EngineOptions.__annotations__) == fields
+    assert set(SubmitOptions.__annotations__) == fields | {"key", "engine"}
+    assert set(RequestOptions.__annotations__) == set(SubmitOptions.__annotations__) | {"timeout", "retry"}
+
+
+def test_a_call_hands_on_what_it_gets() -> None:
+    options = Arguments.of({"engine": "vision", "request_id": "mine", "key": "key"})
+    assert (options.told, options.for_engine.request_id, options.key, options.engine) == (
+        {"request_id": "mine"},
+        "mine",
+        "key",
+        "vision",
+    )
 
 
 @pytest.mark.one_loop

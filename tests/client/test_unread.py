@@ -21,6 +21,7 @@ from shmring import Client, Ring
 from shmring.ring import waits
 from shmring.ring.places import Place, Places
 from tests.claiming import claimed
+from tests.model.inside import has_reply
 from tests.waiting import cancel, eventually, turns
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
@@ -124,7 +125,7 @@ async def test_who_is_cancelled_between_the_reply_and_the_end_aborts_the_request
     with await ring.claim() as claim:
         await claim.reply("almost")
         result = asyncio.create_task(submission.result())
-        await eventually(lambda: submission.has_replied and not submission._has_reply)
+        await eventually(lambda: submission.has_replied and not has_reply(submission))
         result.cancel()
         await asyncio.wait([result])
         await eventually(lambda: claim.aborted)
@@ -135,7 +136,7 @@ async def test_a_request_that_fails_after_its_reply_has_failed(ring: Ring, clien
     result = asyncio.create_task(submission.result())
     claim = await ring.claim()
     await claim.reply("almost")
-    await eventually(lambda: submission.has_replied and not submission._has_reply)
+    await eventually(lambda: submission.has_replied and not has_reply(submission))
     claim.fail(ValueError("it broke"))
     with pytest.raises(shmring.RemoteError, match="it broke"):
         await result
@@ -328,7 +329,7 @@ class Clock:
 class Life:
     """Of an engine that goes on."""
 
-    is_over = False
+    is_closed = False
 
     def __init__(self) -> None:
         self.loop = Clock()

@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shmring.core.compiled import LARGEST_RECORD_NBYTES, LinkReader, RecordHandler, RecordReader, RecordWriter, ring_nbytes
 from shmring.errors import CapacityError, RemoteProtocolError
 from shmring.memory.tensors import make_packer
-from tests.model.inside import ColdTaker, deliver, hear, write_submit
+from tests.model.inside import ColdTaker, deliver, has_news, hear, write_submit
 from tests.tables import for_each
 
 TAIL, HEAD, READER_SLEEPS, WRITER_WAITS, RECORDS = 0, 64, 128, 192, 4096
@@ -421,7 +421,7 @@ def in_a_turn(reader: LinkReader, taker: RecordHandler) -> None:
 
 
 def between_turns(reader: LinkReader, taker: RecordHandler) -> None:
-    while reader.has_more():
+    while has_news(reader):
         hear(reader, taker)
 
 

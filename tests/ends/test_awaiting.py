@@ -15,6 +15,7 @@ import torch
 
 from shmring import Client, Ring
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteError
+from tests.model.inside import has_reply
 from tests.waiting import cancel, turns
 
 _LARGER_THAN_INLINE = torch.zeros(64 << 10, dtype=torch.uint8)
@@ -113,7 +114,7 @@ async def test_who_waits_for_the_end_gets_no_reply_of_it(ring: Ring, client: Cli
     waiting = asyncio.ensure_future(submission.wait())
     with await ring.claim() as claim:
         await claim.reply("here")
-        while not submission._has_reply:
+        while not has_reply(submission):
             await asyncio.sleep(0)
         assert not waiting.done()
     assert await waiting is None

@@ -158,10 +158,10 @@ class Bound:
 BOUNDS = [
     Bound(small_request, 6, 1),
     Bound(large_request, 25, 8),
-    Bound(new_lease, 46, 22),
-    Bound(abort, 95, 51),
-    Bound(keep_and_find, 73, 29),
-    Bound(gather, 41, 13),
+    Bound(new_lease, 43, 22),
+    Bound(abort, 92, 51),
+    Bound(keep_and_find, 68, 28),
+    Bound(gather, 38, 13),
 ]
 
 

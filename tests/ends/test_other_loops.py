@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import shmring
+from tests.model.inside import has_news as has_come
 from tests.sessions import session_of
 from tests.tables import for_each
 
@@ -150,7 +151,7 @@ def test_a_client_of_a_loop_that_has_ended_says_so(socket_dir: Path, has_news: b
         for payload in (SMALL, LARGE):
             with pytest.raises(shmring.LocalProtocolError, match=OURS):
                 asyncio.run(client.request(payload, timeout=10))
-            while has_news and payload is SMALL and not session_of(client).link.reader.has_more():
+            while has_news and payload is SMALL and not has_come(session_of(client).link.reader):
                 time.sleep(0.01)
         with pytest.raises(shmring.LocalProtocolError, match=OURS):
             asyncio.run(client.close())

@@ -10,7 +10,7 @@ import torch
 from shmring.core.compiled import Content, Gpu, GpuMemory, Placement, Regions, plan_copies
 from shmring.core.messages import SlotRef
 from shmring.memory.tensors import make_decoder
-from tests.model.inside import open_content
+from tests.model.inside import open_content, spans_of
 from tests.records import content_of, tensor_extension
 from tests.tables import for_each
 
@@ -44,7 +44,7 @@ def placed(content: Content, cuda: Any) -> tuple[list[Any], int]:
 
 
 def spans(content: Content) -> list[tuple[int, int, int]]:
-    return [(region, start, end) for region, start, end, _ in plan(content).spans()]
+    return [(region, start, end) for region, start, end, _ in spans_of(plan(content))]
 
 
 def test_adjacent_tensors_are_one_copy() -> None:
@@ -55,20 +55,20 @@ def test_adjacent_tensors_are_one_copy() -> None:
 
 def test_each_slot_is_a_copy_of_its_own_and_the_message_another() -> None:
     apart = content((2, 64, "uint8", (8,)), (1, 0, "uint8", (8,)), (0, 0, "uint8", (8,)), inline=b"12345678")
-    assert plan(apart).spans() == [(0, 0, 8, 0), (1, 0, 8, 64), (2, 64, 72, 128)]
+    assert spans_of(plan(apart)) == [(0, 0, 8, 0), (1, 0, 8, 64), (2, 64, 72, 128)]
 
 
 def test_many_copies_are_in_order() -> None:
     step = 64 + GAP_NBYTES + 64
     many = content(*((1 + number % 2, number // 2 * step, "uint8", (64,)) for number in reversed(range(14))))
     assert spans(many) == [(slot, place * step, place * step + 64) for slot in (1, 2) for place in range(7)]
-    assert [target for *_, target in plan(many).spans()] == [64 * number for number in range(14)]
+    assert [target for *_, target in spans_of(plan(many))] == [64 * number for number in range(14)]
 
 
 @for_each(("gap", "copies"), [(0, 1), (GAP_NBYTES, 1), (GAP_NBYTES + 64, 2)])
 def test_large_gaps_are_left_out(gap: int, copies: int) -> None:
     far = plan(content((1, 0, "uint8", (64,)), (1, 64 + gap, "uint8", (64,))))
-    assert len(far.spans()) == copies
+    assert len(spans_of(far)) == copies
     assert far.nbytes == (128 + gap if copies == 1 else 128)
 
 

@@ -14,10 +14,10 @@ from libc.string cimport memset
 from shmring.core.compiled cimport (
     CLIENT_SLOT_STATES, ENGINE_SLOT_STATES, LEASE_STATES, Bounds, BaseClaim, ClientBook, ClientEnd, ClientSlotRecord, Content, ContentRegions,
     EngineBook, EngineEnd, BaseFrontend, Lending, Lent, Mapping, Packed, PayloadDecoder, Placement, LinkReader, Poller, RecordHandler, RecordWriter, Regions,
-    RunAllocator, SlotNumbers, Submit, TensorMaker,
+    RunAllocator, SlotNumbers, Submit, TensorMaker, Awaited, BaseSubmission, ForEngine, HeldLease,
 )
 
-from shmring.core.compiled import MAX_VALUES, Numbered, BaseSubmission, ring_nbytes
+from shmring.core.compiled import MAX_VALUES, Numbered, ring_nbytes
 from shmring.core.geometry import ClientBookLimits
 from shmring.core.states import ClientSlot
 
@@ -203,7 +203,7 @@ def write_submit(RecordWriter writer not None, Packed packed not None, epoch, re
             record = ClientSlotRecord.__new__(ClientSlotRecord)
             record.held, record.state, record.start = True, ClientSlot.WRITING, _IN_DEVICE_MEMORY if fence else 0
             packed.slots.append(record)
-        packed.name = name
+        packed.for_engine = ForEngine(request_id=name)
         return client.send(packed, copied, None) is not None
     finally:
         packed.slots, client.pending = held, None
@@ -365,3 +365,35 @@ def miscount(book, states, *others):
         [engine._device_slots] = others
         for state in range(ENGINE_SLOT_STATES):
             engine._slots_in[state] = states[state]
+
+
+# -- what waits, and what has come -----------------------------------------------------------------------------------------------
+
+
+def inner_of(awaited):
+    """What an awaited operation waits in; None: nothing, or it is none."""
+    return (<Awaited>awaited)._inner if isinstance(awaited, Awaited) else None
+
+
+def has_reply(BaseSubmission submission not None):
+    """Whether there is an unread reply, of those that were heard of."""
+    return bool(submission._replies)
+
+
+def has_news(LinkReader reader not None):
+    """Whether there are unread records."""
+    return reader.has_news()
+
+
+def takes(ClientBook book not None, HeldLease lease not None, blocks):
+    """Whether a slot of so many blocks is put into a lease, if there is room."""
+    return book.takes(lease, blocks)
+
+
+def spans_of(Placement placement not None):
+    """The copies of a placement: region, start, end, and target."""
+    cdef uint32_t i
+    runs = []
+    for i in range(placement.run_count):
+        runs.append((placement.runs[i].region, placement.runs[i].start, placement.runs[i].end, placement.runs[i].target))
+    return runs

@@ -352,6 +352,12 @@ FAULTS = (
             "return 0",
             "tests/core/test_forks.py::test_a_child_knows_that_it_is_one_and_its_parent_that_it_is_none",
         ),
+        guard(
+            "a forked child may not use its parent's client",
+            "if self.is_closed or self._forks != forks():",
+            "if self.is_closed:",
+            "tests/integration/test_process_exit.py::test_a_forked_child_can_use_neither_end",
+        ),
     ),
     *faults_in(
         "shmring/core/engine_calls.pyx",
@@ -494,14 +500,14 @@ FAULTS = (
         ),
         guard(
             "a reply of a request that has ended is refused, whatever has run since its caller looked",
-            "if claim.ended:  # checked here: code may have run since the caller's check",
-            "if False:",
+            "        self.check_running(claim)  # code may have run since the caller's check\n",
+            "",
             "tests/ends/test_ends_inside_calls.py::test_an_end_of_a_claim_says_no_more_though_its_caller_does_not_look",
         ),
         guard(
             "a reply whose own code has ended its request does not wait for space",
-            "if claim.ended:  # the payload's own code may have ended it",
-            "if False:  # the payload's own code may have ended it",
+            "        self.check_running(claim)  # the payload's own code may have ended it\n",
+            "",
             "tests/ends/test_ends_inside_calls.py::test_a_reply_whose_code_ends_its_request_waits_for_no_space",
         ),
         guard(

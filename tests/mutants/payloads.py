@@ -57,7 +57,7 @@ FAULTS = (
         ),
         (
             "nothing is reserved for the name of a request",
-            "_CONTENT_NBYTES + name_nbytes + ",
+            "_CONTENT_NBYTES + self.for_engine.most_nbytes() + ",
             "_CONTENT_NBYTES + ",
             "tests/core/test_wire.py::test_no_record_reaches_beyond_the_end_of_its_ring",
         ),
@@ -182,6 +182,21 @@ FAULTS = (
             "memcpy(at + 8, &slot.generation, 8)",
             "memcpy(at + 16, &slot.generation, 8)",
             "tests/integration/test_forged.py::test_a_forged_message_ends_its_connection_and_nothing_else",
+        ),
+    ),
+    *faults_in(
+        "shmring/core/for_engine.pyx",
+        (
+            "a name may be of any number of characters",
+            "if PyUnicode_GET_LENGTH(told.request_id) > _MAX_NAME_CHARACTERS:",
+            "if False:",
+            "tests/core/test_messages.py::test_a_record_has_limits",
+        ),
+        (
+            "an engine is told nothing",
+            "NOTHING_TOLD if not PyUnicode_GET_LENGTH(request_id) else ForEngine(request_id=request_id)",
+            "NOTHING_TOLD",
+            "tests/ring/test_ring.py::test_requests_are_claimed_in_order_of_arrival",
         ),
     ),
     *faults_in(

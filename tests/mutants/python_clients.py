@@ -361,7 +361,7 @@ FAULTS = (
         ),
         (
             "a closed client attaches to the next engine",
-            "        if self._reconnect and not self._closed:\n",
+            "        if self._reconnect and not self.home.is_closed:\n",
             "        if self._reconnect:\n",
             "tests/client/test_reconnect.py::test_a_client_that_closes_waits_for_no_engine",
         ),
@@ -439,16 +439,10 @@ FAULTS = (
         "shmring/client/life.py",
         (
             "replies that are here can not be read when the engine has gone",
-            "        if not self.is_usable and (self._origin.forked or not isinstance(self.error, EngineDeadError)):\n"
+            "        if not self.is_usable and (self.forked or not isinstance(self.error, EngineDeadError)):\n"
             "            self.check_alive()",
             "        self.check_alive()",
             "tests/ring/test_batches.py::test_a_reply_that_came_in_a_message_can_be_read_when_its_engine_has_gone",
-        ),
-        guard(
-            "a forked child may not use its parent's client",
-            "if self._origin.forked:",
-            "if False:",
-            "tests/integration/test_process_exit.py::test_a_forked_child_can_use_neither_end",
         ),
     ),
     *faults_in(

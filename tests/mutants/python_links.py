@@ -147,7 +147,7 @@ FAULTS = (
         ),
         (
             "a forked child closes its parent's connection",
-            "        if self._origin.forked:\n            return\n        if self._backlog and",
+            "        if self._home.forked:\n            return\n        if self._backlog and",
             "        if self._backlog and",
             "tests/transport/test_link.py::test_a_forked_child_touches_neither_the_socket_nor_the_rings",
         ),

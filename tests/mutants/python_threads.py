@@ -63,7 +63,7 @@ FAULTS = (
         ),
         (
             "a call that came too late is carried out",
-            "        if self._is_closed:\n            call.answer(error=self._closed_error())\n            return\n",
+            "        if self.home.is_closed:\n            call.answer(error=self._closed_error())\n            return\n",
             "",
             "tests/threads/test_loop_calls.py::test_a_call_that_comes_while_its_end_closes_is_not_carried_out",
         ),
@@ -87,8 +87,8 @@ FAULTS = (
         ),
         guard(
             "no thread waits for a thread that never runs again",
-            "if self._is_closed or sys.is_finalizing():",
-            "if self._is_closed:",
+            "if self.home.is_closed or sys.is_finalizing():",
+            "if self.home.is_closed:",
             "tests/threads/test_threads.py::test_a_program_that_ends_without_closing_ends_quietly",
         ),
     ),
@@ -187,7 +187,7 @@ FAULTS = (
         ),
         guard(
             "a ring that was interrupted in the middle of its work is not used further",
-            "            self._is_broken = self._is_closed = True\n",
+            "            self._is_broken = self.home.is_closed = True\n",
             "            pass\n",
             "tests/threads/test_served_by.py::test_a_ring_that_was_interrupted_in_the_middle_of_its_work_says_so_and_can_be_closed",
         ),
@@ -292,7 +292,7 @@ FAULTS = (
         ),
         guard(
             "the last thread in a closed worker cleans up",
-            "        if self._is_closing:\n",
+            "        if self.is_closed:\n",
             "        if False:\n",
             "tests/ends/test_ends_inside_calls.py::test_a_signal_handler_may_close_a_worker_whose_thread_waits",
         ),

@@ -13,14 +13,13 @@ pytest.importorskip("ray")
 from shmring.errors import AbortedError
 from shmring.integrations.ray.wire import SMALL_NBYTES, Call, size_of, to_call, to_frame, to_outcome, to_sent
 from shmring.memory.bundles import Bundle, bundle
-from shmring.request_options import ForEngine
 
 
 def bundled(payload: object) -> Bundle:
     return bundle(payload, max_tensors=64, max_payload_nbytes=1 << 20, max_values=1 << 16)
 
 
-CALL = Call("00ff", 7, ForEngine("mine, für mich"), 1.5)
+CALL = Call("00ff", 7, {"request_id": "mine, für mich"}, 1.5)
 PAYLOADS: list[Any] = [
     {"text": "no tensor", "n": [1, None, 2.5]},
     {

@@ -36,15 +36,14 @@ from shmring.client.session import Session as RealSession
 from shmring.client.slot import Slot
 from shmring.client.submission import Submission
 from shmring.config import ClientConfig
-from shmring.core.compiled import ClientSlotRecord, Regions, Waiter
+from shmring.core.compiled import ClientSlotRecord, ForEngine, Regions, Waiter
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, slot_blocks
 from shmring.core.messages import KEY_NBYTES, SLOT_HEADER_NBYTES, LeaseReturn, ReplyRelease, SlotRef, encode_message
 from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, ShmringError, WouldBlock
 from shmring.memory import slots as slots_module
 from shmring.memory.slab import Slab
-from shmring.request_options import ForEngine
-from tests.model.inside import slots_here, slots_with_engine
+from tests.model.inside import has_reply, slots_here, slots_with_engine
 from tests.records import submit_of
 from tests.simulation.around import Connected, Copying, CopyingThreads, End, standing_on
 from tests.simulation.books import Books
@@ -312,7 +311,7 @@ class Session:
         """A caller reads the next reply of a request, or its end; where nothing has come it looks, and gives up."""
         sent = self.sent[request_id]
         with self.loop.running():
-            if not sent.submission._has_reply and sent.submission.ended:
+            if not has_reply(sent.submission) and sent.submission.ended:
                 del self.sent[request_id]
                 return
             try:
@@ -418,7 +417,7 @@ class Session:
         number = self._number()
         payload = [*payload_of(arrays, number, self.midst.code), *kept]
         with self.loop.running():
-            submission = self.end.submit_now(payload, "", self.copier.at_once_nbytes)
+            submission = self.end.submit_now(payload, ForEngine(), self.copier.at_once_nbytes)
         if submission is not None:
             self._was_sent(submission, number)
         elif not self.ended:
@@ -580,7 +579,7 @@ class Session:
     def _reads(self, request_id: int) -> bool:
         """Whether the caller of a request has something to read, and does."""
         submission = self.sent[request_id].submission
-        return submission.ended if not submission._has_reply else self._may_read(request_id)
+        return submission.ended if not has_reply(submission) else self._may_read(request_id)
 
     def _may_read(self, request_id: int) -> bool:
         """Whether no caller awaits another request before all."""
@@ -853,7 +852,7 @@ _USED = (ClientSlot.WRITING, ClientSlot.SUBMITTED, ClientSlot.CACHED, ClientSlot
 
 
 def _has_come(sent: Sent) -> bool:
-    return sent.submission._has_reply or sent.submission.ended
+    return has_reply(sent.submission) or sent.submission.ended
 
 
 def _changed(slot: SlotRef, *, offset: int | None = None, generation: int | None = None) -> SlotRef:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shmring.core.compiled import ClientRecord, KeptRecord
 from shmring.core.geometry import BLOCK_NBYTES, slot_blocks
 from shmring.core.states import ClientSlot, EngineSlot, Lease
-from tests.model.inside import largest_run, slots_here, slots_with_engine
+from tests.model.inside import has_reply, largest_run, slots_here, slots_with_engine, takes
 from tests.simulation.engine import Engine
 from tests.simulation.frontend import Pace, Session, Wants
 from tests.simulation.loop import waited_for
@@ -211,7 +211,7 @@ def _check_book(session: Session) -> None:
     require(all(place in waiting for place in book._waiters), "a waiter is in line whom nobody knows")
     for waiter in session.may_be_served():
         blocks = slot_blocks(waiter.nbytes)
-        usable = [largest_run(lease.slots) for lease in book.leases.values() if book.takes(lease, blocks)]
+        usable = [largest_run(lease.slots) for lease in book.leases.values() if takes(book, lease, blocks)]
         require(blocks > max(usable, default=0), "who waits in line could be served")
     require(session.ended or not book.waiting or bool(session.loop.moments), "no moment passes while somebody waits for a slot")
     _check_callers_slots(session)
@@ -264,8 +264,8 @@ def check_nobody_is_held_up(simulation: Simulation) -> None:
         session = process.session
         if session is None or process.pace is not Pace.GOES or session.awaited not in session.sent:
             continue
-        has_come = session.sent[session.awaited].submission._has_reply
-        are_unread = any(sent.submission._has_reply for sent in session.sent.values())
+        has_come = has_reply(session.sent[session.awaited].submission)
+        are_unread = any(has_reply(sent.submission) for sent in session.sent.values())
         require(has_come or not are_unread, "a reply waits for replies to its own client, which reads it first")
     if engine is None:
         return

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import Context
 from typing import Any, cast
 
+from tests.model.inside import inner_of
 from tests.simulation.scenario import require
 
 __all__ = ["NOBODY_KNOCKS", "SimulatedLoop", "callback_of", "came_to", "local_of", "require_obeyed", "waited_for"]
@@ -266,5 +267,5 @@ def local_of(task: Any, function: str, name: str) -> Any:
         frame = getattr(coroutine, "cr_frame", None)
         if frame is not None and frame.f_code.co_name == function:
             return frame.f_locals.get(name)
-        coroutine = getattr(coroutine, "cr_await", None)
+        coroutine = getattr(coroutine, "cr_await", None) or inner_of(coroutine)
     return None

@@ -40,7 +40,7 @@ from shmring.core.messages import (
 )
 from shmring.core.states import ClientSlot
 from shmring.errors import RemoteProtocolError
-from tests.model.inside import Done, Reply, read_record
+from tests.model.inside import Done, Reply, has_reply, read_record
 from tests.simulation.engine import Engine, Handling
 from tests.simulation.frontend import IDLE_TICKS, Caller, Process, Session, Wants
 from tests.simulation.injecting import Asked
@@ -148,7 +148,7 @@ class _Encoding:
 
     @staticmethod
     def _of(submission: Any) -> list[Any]:
-        return [submission.ended, submission._has_reply, submission._unread_slots]
+        return [submission.ended, has_reply(submission), submission._unread_slots]
 
     def _caller(self, session: Session, caller: Caller) -> list[Any]:
         """What it wants, and what its task waits for."""

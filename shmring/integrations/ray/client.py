@@ -228,14 +228,14 @@ class Client:
     async def _submit(
         self, payload: object, options: Arguments, *, one_reply: bool = False
     ) -> tuple[Connection, Way, shmring.Submission | FarSubmission]:
-        name, for_engine = options.request_id, options.for_engine
+        name, told = options.for_engine.request_id, options.told
         while True:
             connection, way = await self._named(name, self._connections.chosen(options.key, options.engine, payload))
             try:
                 if isinstance(way, FarClient):
-                    sending = way.submit(payload, for_engine, one_reply=one_reply)
+                    sending = way.submit(payload, told, one_reply=one_reply)
                     return connection, way, await self._named(name, sending)
-                return connection, way, await way.submit(payload, **for_engine._asdict())
+                return connection, way, await way.submit(payload, **told)
             except EngineDeadError as error:  # before it was sent
                 connection.lose(way, error)
                 if self._connections.leaves_no_other(options.engine):

@@ -268,9 +268,9 @@ class HostedEngine:
             raise UnknownClientError(f"engine {self._name!r} has started again", engine=self._name)
         if self._given_up.pop(known, self) is None:
             raise shmring.AbortedError(
-                f"request {call.number} was aborted before it came", request_id=call.for_engine.request_id or call.number
+                f"request {call.number} was aborted before it came", request_id=call.told.get("request_id") or call.number
             )
-        injected = self._far[known] = injector.inject(payload.pop(), **call.for_engine._asdict())
+        injected = self._far[known] = injector.inject(payload.pop(), **call.told)
         try:
             yield injected
         finally:

@@ -49,7 +49,7 @@ from shmring.integrations.ray.far_submission import FarSubmission
 from shmring.integrations.ray.flight import Flight
 from shmring.integrations.ray.wire import SMALL_NBYTES, Call, size_of, to_frame, to_outcome
 from shmring.memory.bundles import Bundle, bundle
-from shmring.request_options import ForEngine
+from shmring.request_options import EngineOptions
 from shmring.statistics import ClientStatistics
 
 __all__ = ["NOTHING", "FarClient"]
@@ -121,12 +121,12 @@ class FarClient:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def submit(self, payload: object, for_engine: ForEngine, *, one_reply: bool = False) -> FarSubmission:
+    async def submit(self, payload: object, told: EngineOptions, *, one_reply: bool = False) -> FarSubmission:
         """Sends a payload, and returns when it is on its way to the engine.
 
         Args:
             payload: as of :meth:`shmring.Client.request`.
-            for_engine: what the engine is told beside it.
+            told: what the engine is told beside it.
             one_reply: whether one reply is wanted: it then travels in one object with the end, which is faster.
 
         Raises:
@@ -148,14 +148,14 @@ class FarClient:
             left_s = None if deadline is None else float(deadline - time.monotonic())
             number = next(self._numbers)
             method = self._actor.request if one_reply else self._actor.stream.options(num_returns="streaming")
-            frame = to_frame(Call(self._id, number, for_engine, left_s), [packed] if is_small else ())
+            frame = to_frame(Call(self._id, number, told, left_s), [packed] if is_small else ())
             call = method.remote(frame, *beside)
         except BaseException as error:
             self.flight.end(nbytes)
             if isinstance(error, RayError):
                 raise self._translated(error, nbytes) from error
             raise
-        submission = FarSubmission(self._name, number, for_engine.request_id, self._give_up)
+        submission = FarSubmission(self._name, number, told.get("request_id", ""), self._give_up)
         outcomes = _only(call) if one_reply else _each(call)
         reading = asyncio.get_running_loop().create_task(self._read(submission, outcomes, nbytes))
         reading.add_done_callback(functools.partial(self._over, submission, nbytes))

@@ -17,7 +17,7 @@ import msgspec
 
 from shmring.integrations.ray.directory import Load
 from shmring.memory.bundles import Bundle
-from shmring.request_options import ForEngine
+from shmring.request_options import EngineOptions
 
 __all__ = ["SMALL_NBYTES", "Call", "Outcome", "Sent", "size_of", "to_call", "to_frame", "to_outcome", "to_sent"]
 
@@ -32,13 +32,13 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         client: as it has entered.
         number: of the request; a client uses each once.
-        for_engine: what the engine is told beside it.
+        told: what the engine is told beside it.
         left_s: how long it may take; None: as long as it does.
     """
 
     client: str
     number: int
-    for_engine: ForEngine
+    told: EngineOptions
     left_s: float | None
 
 
