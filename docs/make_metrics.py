@@ -24,7 +24,7 @@ def make_page() -> str:
     Raises:
         LookupError: one of the tables has a row that no number makes.
     """
-    listed = [each for each in COUNTED if not each.name.startswith("shmring_engine_") or not each.source]
+    listed = [each for each in COUNTED if not each.name.startswith("shmring_engine_") or each.labels or not each.source]
     page = _with_table(
         PAGE.read_text(),
         "`GET /metrics`",
@@ -35,7 +35,7 @@ def make_page() -> str:
         rows = (
             f"| `{field}` | {each.kind} | {each.unit} | {each.text} |\n"
             for each, (whose, _, field) in fields
-            if whose == source
+            if whose == source and not each.labels
         )
         page = _with_table(page, heading, (first, *rows))
     return page

@@ -35,6 +35,7 @@ _MAX_DEBTORS = 1024  # owners without requests: callers may come from any number
 NOW_S = 10
 _MINUTE_S = 60
 _TOLD, _MAX_TOLD = 10, 4096  # owners that are told of, and among which they are found
+_MAX_TOTALS = 1024  # owners whose sums are kept: keys, usually. A scrape reads all of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Caller:
         seconds: of steps that its requests took in the last ten seconds, about.
         decoding_s: of decoders of frontends, likewise.
         share: of both that the requests of all owners took then.
-        minute_s: as ``seconds``, in the last minute.
+        minute_s: of steps and decoders together, in the last minute.
         requests: that it has now, those that are being prepared in frontends included.
         preparing: how many of them are.
     """
@@ -121,6 +122,7 @@ class Accounts:
         self._debts: dict[str, float] = {}  # where others stood when they left
         self._now, self._minute, self._decoding = _Recent(NOW_S), _Recent(_MINUTE_S), _Recent(NOW_S)  # for people
         self._turns_at = 0.0  # when the next of their windows begins
+        self._totals: dict[str, float] = {}  # of the first owners that came
 
     def __len__(self) -> int:
         """How many owners have requests."""
@@ -186,6 +188,14 @@ class Accounts:
         if seconds:
             self.turn(now)
             self._decoding.add(owner, seconds)
+            self._minute.add(owner, seconds)
+
+    def totals(self, now: float) -> Mapping[str, float]:
+        """Returns the seconds of steps that the requests of each owner have taken since the start; of a thousand owners."""
+        self.turn(now)
+        for account in self._accounts.values():
+            self._tell(account)
+        return self._totals
 
     def describe(
         self, now: float, preparing: Counter[str] | None = None, working_s: Iterable[Mapping[str, float]] = ()
@@ -218,9 +228,11 @@ class Accounts:
         return sorted(callers, key=lambda each: (-each.share, -each.minute_s, -each.requests, each.owner))
 
     def _tell(self, account: Account) -> None:
-        """Counts for people what an account was charged."""
+        """Counts for people, and for numbers, what an account was charged."""
         if seconds := account.recent_s:
             account.recent_s = 0.0
+            if account.owner in self._totals or len(self._totals) < _MAX_TOTALS:
+                self._totals[account.owner] = self._totals.get(account.owner, 0.0) + seconds
             self._now.add(account.owner, seconds)
             self._minute.add(account.owner, seconds)
 

@@ -22,11 +22,11 @@ from shmring.engine.protocol import (
     Calls,
     EncodeReply,
     EncodeRequest,
+    FrontendReport,
     GenerateReply,
     GenerateRequest,
     Medium,
     ModelDescription,
-    PreparingReport,
 )
 from shmring.engine.tracing import current_headers
 
@@ -127,10 +127,12 @@ class EngineClient:
     Attributes:
         ring: the client beneath.
         engines: the connection to each engine, by name.
+        title: what engines call this client.
     """
 
-    def __init__(self, ring: shmring.Client, retries: int = 0) -> None:
+    def __init__(self, ring: shmring.Client, retries: int = 0, title: str = "") -> None:
         self.ring = ring
+        self.title = title
         self.engines: Mapping[str, shmring.EngineConnection] = ring.engines
         self._retries = retries
         self._described: dict[str, tuple[int, ModelDescription]] = {}  # with the life of the engine that said so
@@ -156,7 +158,7 @@ class EngineClient:
             shmring.EngineDeadError: none answers within ``connect_timeout_s``.
         """
         ring = await shmring.connect(name, config, reconnect=True, description=description, **overrides)
-        return cls(ring, 0 if isinstance(name, str) else retries)
+        return cls(ring, 0 if isinstance(name, str) else retries, description)
 
     # -- how it is ----------------------------------------------------------------------------------------------------
 
@@ -393,9 +395,9 @@ class EngineClient:
         """
         return sum(await self._call(Calls.ABORT_REQUESTS, list(request_ids), timeout=timeout))
 
-    async def tell_preparing(self, report: PreparingReport, timeout: float = 2.0) -> None:
-        """Tells the engines of requests that are on their way to them, for people. A report holds for three seconds."""
-        await self._call(Calls.TELL_PREPARING, msgspec.to_builtins(report), timeout=timeout)
+    async def tell_engines(self, report: FrontendReport, timeout: float = 2.0) -> None:
+        """Tells the engines, for people, how this frontend is. A report holds for three seconds."""
+        await self._call(Calls.TELL_ENGINES, msgspec.to_builtins(report), timeout=timeout)
 
     async def end_aborted(self, end: Callable[[Sequence[str]], int]) -> None:
         """Ends requests that no engine has yet, when an operator names them to an engine; goes on until it is cancelled.

@@ -32,13 +32,13 @@ from shmring.engine.answers import checked, without_frames
 from shmring.engine.described_requests import being_prepared, describe_ended, describe_requests, texts_of
 from shmring.engine.executor_thread import ExecutorThread
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, OverloadedError, StepInput, StepOutput
+from shmring.engine.frontend_reports import FrontendReports
 from shmring.engine.logs import concerned
 from shmring.engine.loop_lag import LoopLag
 from shmring.engine.metrics import EngineMetrics, EngineTimes
 from shmring.engine.operator_aborts import OperatorAborts
-from shmring.engine.preparing_reports import PreparingReports
 from shmring.engine.profiling import StepProfiler
-from shmring.engine.protocol import Calls, EncodeReply, EngineRequestPayload, GenerateReply, PreparingReport
+from shmring.engine.protocol import Calls, EncodeReply, EngineRequestPayload, FrontendReport, GenerateReply
 from shmring.engine.request import EndedRequest, EngineRequest, check_payload
 from shmring.engine.scheduler import Scheduler, SchedulerConfig
 from shmring.engine.spending import Spending, whose
@@ -109,7 +109,7 @@ class EngineCore:
         self._lag = LoopLag()
         self._profiler = StepProfiler(profiler_dir)
         self._operator_aborts = OperatorAborts()
-        self._preparing = PreparingReports()
+        self._reports = FrontendReports()
         self._thread = ExecutorThread("engine-step")
         self._flushing: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
@@ -183,7 +183,7 @@ class EngineCore:
             Calls.IS_PAUSED: self.is_paused,
             Calls.ABORT_REQUESTS: self.abort_requests,
             Calls.NEXT_ABORTS: self._operator_aborts.next_names,
-            Calls.TELL_PREPARING: self.tell_preparing,
+            Calls.TELL_ENGINES: self.tell_engines,
             Calls.RESET_MM_CACHE: self.reset_mm_cache,
             Calls.COLLECTIVE_RPC: self.collective_rpc,
             Calls.LOG_STATS: self.do_log_stats,
@@ -463,11 +463,15 @@ class EngineCore:
         return description
 
     async def statistics(self) -> dict[str, float]:
-        """Returns all counters by name."""
+        """Returns all counters by name; those that have a label by name, a colon, and the label's value."""
         self.metrics.waiting_requests = self._scheduler.waiting
         self.metrics.running_requests = self._scheduler.running
         self.metrics.loop_lag_seconds = self._lag.seconds
-        return self.metrics.collect(self.ring.statistics())
+        numbers = self.metrics.collect(self.ring.statistics())
+        by_label = {"spent_seconds": self._parts_s(), "caller_seconds": self._scheduler.accounts.totals(time.monotonic())}
+        for name, values in by_label.items():
+            numbers |= {f"{name}:{label}": value for label, value in values.items()}
+        return numbers
 
     def _describe(self) -> dict[str, Any]:
         """Returns what snapshots of the ring say of the engine."""
@@ -477,11 +481,12 @@ class EngineCore:
         stepped_s = self.metrics.step_seconds + (now - busy[1] if busy is not None and busy[0] == _STEP else 0.0)
         self._note_spending(now, stepped_s)
         lag_s, lag_ago_s = self._lag.longest()
-        preparing = self._preparing.requests(now)
+        preparing, lags = self._reports.requests(now), self._reports.lags(now)
         working_s: Mapping[str, Mapping[str, float]] = getattr(self._executor, "working_s", dict)()
         callers = self._scheduler.accounts.describe(now, preparing, working_s.values())
         waiting = being_prepared(stepping, self._executor)
-        line = " ".join(filter(None, (self._line(), self._preparing.text(now), *texts_of(waiting))))
+        unready = sum(owners.total() for owners in waiting.values())
+        line = " ".join(filter(None, (self._line(), self._reports.text(now), *texts_of(waiting))))
         spending = self._spending.describe(now, self._recent_steps_s, line, working_s)
         return {
             "executor": description.executor,
@@ -489,11 +494,13 @@ class EngineCore:
             "server": None if self._server is None else msgspec.to_builtins(self._server),
             "loop_lag_s": round(lag_s, 4),
             "loop_lag_ago_s": round(lag_ago_s, 1),
+            "frontend_lags": {title: [round(lag_s, 4), round(ago_s, 1)] for title, (lag_s, ago_s) in lags.items()},
             "draining": self._draining,
             "paused": self._paused,
             "preparing": preparing.total(),
             "waiting": self._scheduler.waiting,
-            "running": self._scheduler.running - paused,
+            "running": self._scheduler.running - paused - unready,
+            "preparing_requests": unready,
             "paused_requests": paused,
             "seats": self._scheduler.config.max_num_seqs,
             "seats_taken": min(self._scheduler.seats_taken, self._scheduler.config.max_num_seqs),
@@ -519,7 +526,11 @@ class EngineCore:
         return f"{all_seats} taken and {waiting} request{' waits' if waiting == 1 else 's wait'} in line."
 
     def _note_spending(self, now: float, steps_s: float) -> None:
-        self._spending.note(now, {**self._spent_s(), "steps": steps_s, "late": self._late_s, "stopped": self._stopped_s})
+        self._spending.note(now, {**self._parts_s(), "steps": steps_s})
+
+    def _parts_s(self) -> dict[str, float]:
+        """Returns what was spent so far, by part of steps and of what is done beside them."""
+        return {**self._spent_s(), "late": self._late_s, "stopped": self._stopped_s}
 
     def _spent_s(self) -> Mapping[str, float]:
         """Returns what steps were spent on so far, by part, if the executor says so."""
@@ -566,10 +577,10 @@ class EngineCore:
         logger.info("an operator has ended %d requests", ended)
         return ended
 
-    async def tell_preparing(self, report: Any) -> None:
-        """Takes a report of a frontend, for people, on requests that are on their way here."""
-        told, now = msgspec.convert(report, PreparingReport), time.monotonic()
-        self._preparing.take(told, now)
+    async def tell_engines(self, report: Any) -> None:
+        """Takes a report of a frontend, for people."""
+        told, now = msgspec.convert(report, FrontendReport), time.monotonic()
+        self._reports.take(told, now)
         for owner, (_, decoding_s) in told.callers.items():
             self._scheduler.accounts.note_decoding(owner, decoding_s, now)
 

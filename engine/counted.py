@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from shmring.engine.distributions import Distribution
+from shmring.engine.spending import MEANINGS
 
 __all__ = ["OF_ENGINES", "Counted", "EngineNumbers"]
 
@@ -30,7 +31,8 @@ class Counted:
         source: where it is read from: the name of a record, a dot and a field. "http", "answers", "keys" and "process" are
             counted by this frontend, "intake" by its media, "client" by its end of a ring; "engine", "ring" and "times" come
             from an engine. Empty: it is known when it is asked for.
-        labels: names of its labels. The field is then a dictionary, from labels to values.
+        labels: names of its labels. The field is then a dictionary, from labels to values; of an engine, that is flat (see
+            :class:`EngineNumbers`), and there is one label.
         across_frontends: how a gauge's values of several frontends are combined.
     """
 
@@ -60,16 +62,21 @@ class EngineNumbers:
     """What an engine says of itself at one moment.
 
     Attributes:
-        counts: its counts by name; those of its ring begin with ``ring_``.
+        counts: its counts by name; those of its ring begin with ``ring_``. A colon and the value of a label
+            may follow.
         times: how long the parts of requests took, by name.
     """
 
     counts: Mapping[str, float]
     times: Mapping[str, Distribution]
 
-    def of(self, counted: Counted) -> float | Distribution | None:
-        """Returns a number; None if the engine does not say it."""
+    def of(self, counted: Counted) -> float | Distribution | dict[str, float] | None:
+        """Returns a number, by label if it has one; None if the engine does not say it."""
         source, _, field = counted.source.partition(".")
+        if counted.labels:
+            names = (name.partition(":") for name in self.counts)
+            values = {label: self.counts[f"{name}:{label}"] for name, colon, label in names if colon and name == field}
+            return values or None
         if source == "times":
             return self.times.get(field)
         return self.counts.get(f"ring_{field}" if source == "ring" else field) if source else 1.0
@@ -165,6 +172,8 @@ _RING: tuple[tuple[str, Kind, str, str], ...] = (
     ("late_answers", "counter", "messages", "of workers: replies for which no gather waited any more"),
 )
 
+_PARTS = ", ".join(f"`{part}` ({what})" for part, what in MEANINGS.items())
+
 #: The numbers of an engine.
 OF_ENGINES = (
     Counted("shmring_engine_up", "gauge", "0 or 1", "whether the engine answers; the numbers below are there only if it does"),
@@ -194,6 +203,22 @@ OF_ENGINES = (
         "engine.prompt_tokens",
     ),
     Counted("shmring_generation_tokens", "counter", "tokens", "of answers", "engine.generated_tokens"),
+    Counted(
+        "shmring_engine_spent_seconds",
+        "counter",
+        "s",
+        f"that steps, and what is done beside them, took by `part`: {_PARTS}",
+        "engine.spent_seconds",
+        labels=("part",),
+    ),
+    Counted(
+        "shmring_engine_caller_seconds",
+        "counter",
+        "s",
+        "of steps that requests took, by `key`, the name of its owner; of keys that have one",
+        "engine.caller_seconds",
+        labels=("key",),
+    ),
     Counted("shmring_num_requests_waiting", "gauge", "requests", "that wait for a step now", "engine.waiting_requests"),
     Counted("shmring_num_requests_running", "gauge", "requests", "in the running step now", "engine.running_requests"),
     *(Counted(f"shmring_engine_{field}", kind, unit, text, f"engine.{field}") for field, kind, unit, text in _ENGINE),

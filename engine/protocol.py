@@ -35,7 +35,7 @@ __all__ = [
     "ModelDescription",
     "Picture",
     "PictureSpec",
-    "PreparingReport",
+    "FrontendReport",
     "ProcessorSpec",
     "SamplingParams",
     "SoundSpec",
@@ -70,7 +70,7 @@ class Calls:
     IS_PAUSED = "is_paused"
     ABORT_REQUESTS = "abort_requests"
     NEXT_ABORTS = "next_aborts"
-    TELL_PREPARING = "tell_preparing"
+    TELL_ENGINES = "tell_engines"
     RESET_MM_CACHE = "reset_mm_cache"
     COLLECTIVE_RPC = "collective_rpc"
     LOG_STATS = "do_log_stats"
@@ -78,22 +78,28 @@ class Calls:
     STOP_PROFILE = "stop_profile"
 
 
-class PreparingReport(msgspec.Struct, frozen=True):
-    """What a frontend tells engines, for people, of requests that are on their way to one.
+class FrontendReport(msgspec.Struct, frozen=True):
+    """What a frontend tells engines, for people: of requests that are on their way to one, and how late its loop is.
 
     Attributes:
         frontend: a name that no other frontend has.
+        title: what people call it.
         callers: for each caller, how many such requests it has, and the seconds that it had decoders since the last report.
         decoders: how many the frontend may have.
         busy: how many of these work.
         waiting: media that wait for one. (Large ones leave the last decoder to small ones.)
+        lag_s: how late its loop was at most, in the last 15 to 30 seconds.
+        lag_ago_s: how many seconds before the report that was over.
     """
 
     frontend: str
+    title: str
     callers: dict[str, tuple[int, float]]
     decoders: int
     busy: int
     waiting: int
+    lag_s: float
+    lag_ago_s: float
 
 
 # -- media --------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shmring.engine.accounts import NOW_S, Caller
 
-__all__ = ["Spending", "whose"]
+__all__ = ["MEANINGS", "Spending", "whose"]
 
 _STEPS = "steps"
 _SEEN = 0.0005  # of the time, from which a part is told of
@@ -40,6 +40,11 @@ _BESIDE = {
     "preparing": ("laying prompts out", "chats with many messages, long texts, or large pictures"),
 }
 _REST = "other work of steps", "the executor does not say what it is"
+
+#: What the parts are.
+MEANINGS = {part: what for part, (what, _) in _PARTS.items()} | {
+    part: f"{what}, beside the steps" for part, (what, _) in _BESIDE.items()
+}
 
 
 class Spending:
@@ -155,10 +160,9 @@ def whose(callers: Sequence[Caller], waiting: Mapping[str, Counter[str]] | None 
     texts = []
     if callers and callers[0].share >= _WHOSE:
         most = callers[0]
-        decoding = f", and {most.decoding_s:.1f} s of decoders" if most.decoding_s >= 0.05 else ""
-        texts.append(
-            f"Of what requests took, {most.share:.0%} was for {most.owner}: {most.seconds:.1f} s in {NOW_S} s{decoding}."
-        )
+        decoding = f" and {most.decoding_s:.1f} s of decoders" if most.decoding_s >= 0.05 else ""
+        took = f"{most.seconds:.1f} s of steps{decoding}"
+        texts.append(f"Of what requests took, {most.share:.0%} was for {most.owner}: {took} in {NOW_S} s.")
     preparing = max(callers, key=lambda each: each.preparing, default=None)
     if preparing is not None and preparing.preparing:
         texts.append(f"{preparing.preparing} of those that are being prepared are of {preparing.owner}.")

@@ -36,7 +36,7 @@ import shmring
 from shmring.core.loggers import logger_of
 from shmring.engine.client import EngineClient
 from shmring.engine.loop_lag import LoopLag
-from shmring.engine.protocol import PreparingReport
+from shmring.engine.protocol import FrontendReport
 from shmring.engine.supervision import FrontendState
 from shmring.frontend.admin import admin_routes
 from shmring.frontend.admission import Admission, AdmissionMiddleware, admitted_of
@@ -93,7 +93,8 @@ _LARGE_BODY_NBYTES = 16 << 10  # some hundred values
 
 _MAX_PATH_CHARACTERS = 200  # of what an error repeats
 
-_TELLING_S = 1.0  # how often engines are told of requests that are being prepared: as often as people look
+_TELLING_S = 1.0  # how often engines are told of this frontend: as often as people look
+_LATE_S = 0.1  # from which they are told how late its loop was
 _MAX_TOLD = 64  # callers
 
 _METRICS_AGE_S = 1.0  # of an answer to /metrics at most; making one takes 6 ms
@@ -259,7 +260,7 @@ class _Routes:
         stored: StoredResponses,
     ) -> None:
         self._stored = stored
-        self.metrics = FrontendMetrics(list(engine.engines))
+        self.metrics = FrontendMetrics(list(engine.engines), [owner.name for owner in settings.key_owners])
         self.admission = Admission(settings)
         self._parsing = asyncio.Lock()  # one large body in a turn of the loop
         self._engine = engine
@@ -267,7 +268,7 @@ class _Routes:
         self.documentation = Documentation(settings, self._model)
         self._rendered = SharedAnswer(self._render_metrics, _METRICS_AGE_S)
         self._lag = LoopLag()
-        self.feed = Feed(engine, self._lag)
+        self.feed = Feed(engine)
         self._intake = MediaIntake(engine, settings)
         self.health = HealthReporter(engine, frontends, lambda: self._intake.statistics().decoders)
         self._inference = Inference(engine, self._model, self._intake, settings, self.metrics.answers)
@@ -276,7 +277,7 @@ class _Routes:
     async def running(self) -> AsyncIterator[None]:
         """Tasks that run as long as the application does."""
         aborting = self._engine.end_aborted(self.admission.abort)
-        works = (self._sample(), self._lag.watch(), self._get_ready(), self._tell_preparing(), aborting)
+        works = (self._sample(), self._lag.watch(), self._get_ready(), self._tell_engines(), aborting)
         tasks = [asyncio.create_task(work) for work in works]
         try:
             yield
@@ -292,8 +293,8 @@ class _Routes:
         with contextlib.suppress(shmring.ShmringError, TimeoutError):
             await self._intake.get_ready((await self._engine.describe()).input)
 
-    async def _tell_preparing(self) -> None:
-        """Tells the engines of requests that none of them has yet: these, too, make callers wait, and cost."""
+    async def _tell_engines(self) -> None:
+        """Tells the engines of requests that none of them has yet, and of a late loop: these, too, make callers wait."""
         name, had_any = random_digits(), False
         while True:
             await asyncio.sleep(_TELLING_S)
@@ -301,13 +302,18 @@ class _Routes:
             most = {who for who, _ in requests.most_common(_MAX_TOLD)} | set(
                 heapq.nlargest(_MAX_TOLD, seconds, key=seconds.__getitem__)
             )
-            if most or had_any:
+            lag_s, lag_ago_s = self._lag.longest()
+            if most or lag_s >= _LATE_S or had_any:
                 decoders = self._intake.statistics().decoders
                 callers = {who: (requests[who], round(seconds.get(who, 0.0), 3)) for who in most if who}
+                busy = decoders.total - decoders.free
+                title = self._engine.title or "a frontend"
+                report = FrontendReport(
+                    name, title, callers, decoders.total, busy, decoders.waiting, round(lag_s, 4), round(lag_ago_s, 1)
+                )
                 with contextlib.suppress(shmring.ShmringError, TimeoutError):  # there is no engine to tell
-                    report = PreparingReport(name, callers, decoders.total, decoders.total - decoders.free, decoders.waiting)
-                    await self._engine.tell_preparing(report)
-            had_any = bool(most)
+                    await self._engine.tell_engines(report)
+            had_any = bool(most) or lag_s >= _LATE_S
 
     async def _sample(self) -> None:
         while True:

@@ -98,20 +98,25 @@ class ProcessStatistics:
 class _EngineCollector(Collector):
     """The engines' numbers."""
 
-    def __init__(self, numbers: Mapping[str, EngineNumbers | None]) -> None:
+    def __init__(self, numbers: Mapping[str, EngineNumbers | None], keys: Collection[str]) -> None:
         self._numbers = numbers
+        self._keys = keys
 
     def collect(self) -> Iterator[Any]:
         names = _labels(self._numbers)
         families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
         for counted in OF_ENGINES:
-            family: Any = families[counted.kind](counted.name, counted.help, labels=names)
+            family: Any = families[counted.kind](counted.name, counted.help, labels=[*names, *counted.labels])
             for engine, numbers in self._numbers.items():
                 labels = [engine] if names else []
                 value = numbers.of(counted) if numbers is not None else None if counted.source else 0.0
                 if isinstance(value, Distribution):
                     counts = itertools.accumulate(value.counts)
                     family.add_metric(labels, list(zip(_BOUNDS, counts, strict=True)), value.total)
+                elif isinstance(value, dict):
+                    for label, each in value.items():
+                        if counted.labels != ("key",) or label in self._keys:  # others are addresses: any number of them
+                            family.add_metric([*labels, label], each)
                 elif value is not None:
                     family.add_metric(labels, value)
             if family.samples:
@@ -139,6 +144,7 @@ class FrontendMetrics:
 
     Args:
         engines: their names. If there are several, numbers of the clients of each have the name as a label.
+        keys: names of the owners of keys.
 
     Attributes:
         http: its requests.
@@ -147,7 +153,8 @@ class FrontendMetrics:
         process: its process.
     """
 
-    def __init__(self, engines: Collection[str]) -> None:
+    def __init__(self, engines: Collection[str], keys: Collection[str] = ()) -> None:
+        self._keys = frozenset(keys)
         self.http = HttpStatistics()
         self.answers = AnswerStatistics()
         self.keys = KeyStatistics()
@@ -220,5 +227,5 @@ class FrontendMetrics:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # it ships no annotation for this
         engine = CollectorRegistry()
-        engine.register(_EngineCollector(engine_numbers))
+        engine.register(_EngineCollector(engine_numbers, self._keys))
         return prometheus_client.generate_latest(registry) + prometheus_client.generate_latest(engine)

@@ -24,7 +24,6 @@ from starlette.types import Receive, Scope, Send
 
 import shmring
 from shmring.engine.client import EngineClient
-from shmring.engine.loop_lag import LoopLag
 from shmring.frontend.callers import caller_of
 from shmring.frontend.errors import ErrorCode, unavailable
 from shmring.frontend.observation import ObservedRoute
@@ -51,12 +50,10 @@ class Feed:
 
     Args:
         engine: whose.
-        lag: of this frontend's loop, which snapshots have beside the engine's (``frontend_loop_lag_s``).
     """
 
-    def __init__(self, engine: EngineClient, lag: LoopLag) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._lag = lag
         self._viewers: set[asyncio.Queue[_Snapshots | None]] = set()
         self._asking: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -113,9 +110,6 @@ class Feed:
         self._silent_since.pop(name, None)
         if isinstance(snapshot, RingSnapshot):
             self._pids[name] = snapshot.pid
-            lag_s, ago_s = self._lag.longest()
-            snapshot.program["frontend_loop_lag_s"] = round(lag_s, 4)
-            snapshot.program["frontend_loop_lag_ago_s"] = round(ago_s, 1)
         return snapshot
 
 

@@ -96,7 +96,7 @@ _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 _STEADY_S = 10.0  # a process that lived this long did not die of its start
 _PATIENCE_S = 1.5  # from which somebody who presses Ctrl-C is told what it waits for
-_PROGRESS_S = 5.0  # between two lines that say what a start waits for
+_PROGRESS_S, _LONGEST_PROGRESS_S = 5.0, 60.0  # between two lines that say what a start waits for; it grows
 _SHORTEST_HEARTBEAT_TIMEOUT_S = 1.0  # on a busy machine, a process may wait for a core for tenths of a second
 _LONGEST_HEARTBEAT_S = 1.0  # each takes a process some 20 us; the more there are, the sooner one that hangs is noticed
 _HEARTBEATS = 10  # that a process has to miss before it is killed: one alone may be late
@@ -432,9 +432,10 @@ class _Supervisor:
 
     async def _say_progress(self) -> None:
         loop = asyncio.get_running_loop()
-        started_at = loop.time()
+        started_at, pause_s = loop.time(), _PROGRESS_S
         while True:
-            await asyncio.sleep(_PROGRESS_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PROGRESS_S)
             _say(f"after {loop.time() - started_at:.0f} s: {self._describe_delay()}")
 
     def _describe_delay(self) -> str:

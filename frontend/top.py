@@ -92,30 +92,48 @@ def watch(name: str, socket_dir: str | None) -> int:
 
 
 async def _watch(name: str, socket_dir: str | None, console: Console) -> None:
-    before = None
+    before: dict[str, RingSnapshot | str] = {}
     with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
-            try:
-                snapshot = await inspect(name, socket_dir=socket_dir)
-                live.update(screen_of(snapshot, before, *console.size), refresh=True)
-                before = snapshot
-            except (ShmringError, OSError, TimeoutError) as error:
-                live.update(Text(_reason(error, name, socket_dir), "red"), refresh=True)
+            now = await _look(name, socket_dir)
+            width, height = console.size
+            each_height = max(1, height // len(now))
+            parts = [
+                Text(seen, "red") if isinstance(seen, str) else screen_of(seen, _earlier(before, engine), width, each_height)
+                for engine, seen in now.items()
+            ]
+            live.update(Group(*parts[:height]), refresh=True)
+            before |= now
             await asyncio.sleep(_EACH_S)
 
 
 async def _print_lines(name: str, socket_dir: str | None) -> None:
-    before: dict[str, RingSnapshot] = {}
+    before: dict[str, RingSnapshot | str] = {}
     while True:
-        for engine in _engines_of(name, socket_dir) or [name]:
-            try:
-                snapshot = await inspect(engine, socket_dir=socket_dir)
-                text = ", ".join([*_figures(snapshot, before.get(engine)), *_greatest(snapshot), _memory(snapshot)])
-                before[engine] = snapshot
-            except (ShmringError, OSError, TimeoutError) as error:
-                text = f"{engine}: {_reason(error, engine, socket_dir)}"
+        now = await _look(name, socket_dir)
+        for engine, seen in now.items():
+            text = seen
+            if not isinstance(seen, str):
+                text = ", ".join([*_figures(seen, _earlier(before, engine)), *_greatest(seen), _memory(seen)])
             click.echo(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {text}")
+        before |= now
         await asyncio.sleep(_EACH_S)
+
+
+async def _look(name: str, socket_dir: str | None) -> dict[str, RingSnapshot | str]:
+    """Returns a snapshot of each engine of a server, or a text that says why there is none."""
+    seen: dict[str, RingSnapshot | str] = {}
+    for engine in _engines_of(name, socket_dir) or [name]:
+        try:
+            seen[engine] = await inspect(engine, socket_dir=socket_dir)
+        except (ShmringError, OSError, TimeoutError) as error:
+            seen[engine] = f"{engine}: {_reason(error, engine, socket_dir)}"
+    return seen
+
+
+def _earlier(before: dict[str, RingSnapshot | str], engine: str) -> RingSnapshot | None:
+    snapshot = before.get(engine)
+    return snapshot if isinstance(snapshot, RingSnapshot) else None
 
 
 def _engines_of(name: str, socket_dir: str | None) -> list[str]:
@@ -172,8 +190,9 @@ def _figures(snapshot: RingSnapshot, before: RingSnapshot | None) -> list[str]:
     texts = [f"{snapshot.name} (pid {snapshot.pid})"]
     if _is_server(program):
         texts += [f"{program['running']} running", f"{program['seats_taken']} of {program['seats']} seats taken"]
+        texts += [f"{program['preparing_requests']} preparing"] if program["preparing_requests"] else []
         texts += [f"{program['paused_requests']} paused", f"{program['waiting']} waiting in line"]
-        texts += [f"{program['preparing']} being prepared"] if program["preparing"] else []
+        texts += [f"{program['preparing']} being prepared in frontends"] if program["preparing"] else []
     else:
         texts.append(f"{now['running']} running")
     texts.append(f"{now['waiting']} not yet taken up")
@@ -187,6 +206,7 @@ def _figures(snapshot: RingSnapshot, before: RingSnapshot | None) -> list[str]:
         texts.append(f"in {step['what']} for {_seconds(step['age_s'])}")
     if "loop_lag_s" in program:
         texts.append(f"loop late by {1e3 * program['loop_lag_s']:.0f} ms")
+        texts += [f"that of {title} by {1e3 * lag_s:.0f} ms" for title, (lag_s, _) in program["frontend_lags"].items()]
     return texts
 
 
@@ -332,7 +352,7 @@ def _tables(snapshot: RingSnapshot) -> list[_Table]:
 def _requests_of_server(snapshot: RingSnapshot) -> _Table:
     """Requests as the scheduler knows them."""
     program = snapshot.program
-    count = program["running"] + program["paused_requests"] + program["waiting"]
+    count = sum(program[state] for state in ("running", "preparing_requests", "paused_requests", "waiting"))
     rows = [
         [
             each["name"] or f"number {each['number']}",
@@ -385,7 +405,7 @@ def _callers(snapshot: RingSnapshot) -> _Table:
         ]
         for each in snapshot.program["callers"]
     ]
-    headings = ["caller", "in steps, last 10 s", "in decoders", "share", "last minute", "requests"]
+    headings = ["caller", "in steps, last 10 s", "in decoders", "share", "both, last minute", "requests"]
     return _Table(headings, rows, [False] * len(rows), long=0, spare=(4, 2, 5))
 
 

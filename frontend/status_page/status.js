@@ -89,10 +89,10 @@ $("slab").addEventListener("keydown", event => {
 
 function drawTiles() {
   const now = shown.statistics, program = shown.program;
-  const step = !program.executor ? null : program.step ? `${program.step.what}, ${seconds(program.step.age_s)}` : program.paused ? "paused" : program.running ? "between steps" : "idle";
+  const step = !program.executor ? null : program.step ? `${program.step.what}, ${seconds(program.step.age_s)}` : program.paused ? "paused" : program.running + program.preparing_requests ? "between steps" : "idle";
   const ofRing = [["requests running", now.running], ["not yet claimed", now.waiting]];
-  const ofSteps = [["running", program.running], ["seats taken", `${program.seats_taken} of ${program.seats}`], ["paused: others' turn", program.paused_requests],
-    ["waiting in line", program.waiting, program.waiting > 0 && program.paused], ["being prepared", program.preparing], ["not yet taken up", now.waiting], ["at work on", step, program.step && program.step.age_s > OLD_S]];
+  const ofSteps = [["running", program.running], ["seats taken", `${program.seats_taken} of ${program.seats}`], ["preparing form or prompt", program.preparing_requests], ["paused: others' turn", program.paused_requests],
+    ["waiting in line", program.waiting, program.waiting > 0 && program.paused], ["preparing in frontends", program.preparing], ["not yet taken up", now.waiting], ["at work on", step, program.step && program.step.age_s > OLD_S]];
   drawFigures("tiles", [...(program.requests ? ofSteps : ofRing), ["failed so far", now.failed], ["aborted so far", now.aborted], ["protocol errors", now.protocol_errors, now.protocol_errors > 0]]);
   drawFigures("memory", [["slab free", bytes(now.free_nbytes)], ["leased", bytes(now.leased_nbytes)], ["kept", bytes(now.kept_nbytes)], ["quarantined", bytes(now.quarantined_nbytes), now.quarantined_nbytes > 0],
     ["waiting for memory", now.lease_requests_waiting, now.lease_requests_waiting > 0], ["slots draining", now.slots_draining]]);
@@ -178,10 +178,10 @@ function drawSpending(spending) {
   $("spending-section").hidden = !spending;
   if (!spending) return;
   $("cause").textContent = `${spending.cause} ${spending.whose}`;
-  const { loop_lag_s, loop_lag_ago_s, frontend_loop_lag_s, frontend_loop_lag_ago_s } = shown.program;
-  const late = (lag, ago) => `${milliseconds(lag)}${lag < .001 ? "" : `, ${seconds(ago)} ago`}`, isLate = (lag, ago) => lag >= LATE_S && ago < RECENT_S;
-  const alarm = isLate(loop_lag_s, loop_lag_ago_s) || isLate(frontend_loop_lag_s, frontend_loop_lag_ago_s);
-  $("lag").textContent = `The loop of the engine was late by ${late(loop_lag_s, loop_lag_ago_s)}; that of this frontend by ${late(frontend_loop_lag_s, frontend_loop_lag_ago_s)}.${alarm ? " Callers wait while a loop is late." : ""}`;
+  const { loop_lag_s, loop_lag_ago_s, frontend_lags } = shown.program, lags = [["the engine", [loop_lag_s, loop_lag_ago_s]], ...Object.entries(frontend_lags)];
+  const late = (lag, ago) => `${lag < 1 ? milliseconds(lag) : taken(lag)}${lag < .001 ? "" : `, ${seconds(ago)} ago`}`;
+  const alarm = lags.some(([, [lag, ago]]) => lag >= LATE_S && ago < RECENT_S);
+  $("lag").textContent = `The loop of ${lags.map(([who, [lag, ago]]) => `${who} was late by ${late(lag, ago)}`).join("; that of ")}.${alarm ? " Callers wait while a loop is late." : ""}`;
   $("lag").className = alarm ? "alarm" : "";
   const idle = Math.max(0, 1 - spending.steps);
   table("spending", [["share", "number"], ["", "bar"], ["of the time; what other threads do comes on top", "text"]],
@@ -192,22 +192,23 @@ function drawSpending(spending) {
 function drawCallers(callers) {
   $("callers-section").hidden = !callers;
   if (!callers) return;
-  table("callers", [["caller", "text"], ["seconds of steps, last 10 s", "number"], ["of decoders", "number"], ["share", "number"], ["", "bar"], ["last minute", "number"], ["requests now", "number"]],
+  table("callers", [["caller", "text"], ["seconds of steps, last 10 s", "number"], ["of decoders", "number"], ["share", "number"], ["", "bar"], ["both, last minute", "number"], ["requests now", "number"]],
     callers.map(c => [[c.owner, taken(c.seconds), taken(c.decoding_s), percent(c.share), c.share, taken(c.minute_s), c.requests], false]), callers.length, "nobody has used any");
 }
 
 function drawRequests(owner) {
   const s = shown, program = s.program, described = program.requests;
   $("seen-by").hidden = !program.seen_by;
-  $("seen-by").textContent = `These are the requests of ${program.seen_by}; a key of operators shows those of all callers.`;
+  $("seen-by").textContent = `These are the requests of ${program.seen_by}; an admin key shows those of all callers.`;
   const inLine = Object.entries(program.line || {}).map(([who, count]) => `${who} ${count}`).join(", ");
+  const some = (count, what) => count ? `, ${count} ${what}` : "";
   $("counts").hidden = !described;
-  $("counts").textContent = described ? `${program.running} running, ${program.waiting} waiting${inLine ? ` (${inLine})` : ""}${program.preparing ? `, ${program.preparing} being prepared in frontends` : ""}` : "";
+  $("counts").textContent = described ? `${program.running} running${some(program.preparing_requests, "preparing")}${some(program.paused_requests, "paused")}, ${program.waiting} waiting${inLine ? ` (${inLine})` : ""}${some(program.preparing, "being prepared in frontends")}` : "";
   if (!described)
     return table("requests", [["age", "number"], ["state"], ["request", "text"], ["frontend"], ["slots", "number"], ["memory", "number"]],
       s.requests.slice(0, 20).map(r => [[seconds(r.age_s), r.state, r.name || `number ${r.number}`, owner(r.client_id), r.slots.length, bytes(r.nbytes)], r.age_s > OLD_S && r.nbytes > 0]), s.request_count, "none");
   const id = r => `${r.client_id}/${r.number}`, memory = new Map(s.requests.map(r => [id(r), r.nbytes])), known = new Set(described.map(id));
-  const all = program.running + program.paused_requests + program.waiting, isAll = !program.seen_by && all === described.length;
+  const all = program.running + program.preparing_requests + program.paused_requests + program.waiting, isAll = !program.seen_by && all === described.length;
   // What the ring has, and the scheduler has not: it comes in a moment, or was answered and its frontend takes no replies.
   const others = isAll ? s.requests.filter(r => !known.has(id(r))) : [];
   const row = (r, state, place, why, owner, prompt, tokens, spent, nbytes) =>

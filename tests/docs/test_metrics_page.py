@@ -117,8 +117,9 @@ def test_a_name_that_no_number_has_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_every_metric_is_in_a_table_with_its_type(serve: Any) -> None:
     ring = await serve()
-    numbers = EngineNumbers(EngineMetrics().collect(ring.statistics()), EngineTimes().as_dict())
-    text = (await FrontendMetrics(["test"]).render({"test": numbers})).decode()
+    labelled = {"spent_seconds:choosing": 1.0, "caller_seconds:alice": 1.0}
+    numbers = EngineNumbers(EngineMetrics().collect(ring.statistics()) | labelled, EngineTimes().as_dict())
+    text = (await FrontendMetrics(["test"], ["alice"]).render({"test": numbers})).decode()
     families = prometheus_client.parser.text_string_to_metric_families(text)
     exposed = {family.name + "_total" * (family.type == "counter"): family.type for family in families}
     exposed = {name: kind for name, kind in exposed.items() if not name.endswith("_created")}

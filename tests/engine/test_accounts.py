@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from shmring.engine import accounts as module
-from shmring.engine.accounts import Accounts
+from shmring.engine.accounts import Accounts, Caller
 
 
 def test_who_has_used_less_comes_first() -> None:
@@ -119,6 +119,18 @@ def test_who_has_most_requests_is_told_of_too_with_what_it_used() -> None:
     assert (first, others[-1], len(told)) == ("owner 29", "new", module._TOLD + 2)
 
 
+def test_sums_are_of_all_time_and_of_so_many_owners() -> None:
+    accounts = Accounts()
+    for now in (0.0, 500.0):
+        accounts.charge("gone", 1.0, now)
+    accounts.turn(500.0)
+    accounts.enter("here").charge(2.0)
+    assert accounts.totals(500.0) == {"gone": 2.0, "here": 2.0}
+    for number in range(2 * module._MAX_TOTALS):
+        accounts.charge(f"owner {number}", 1.0, 500.0)
+    assert len(accounts.totals(500.0)) == module._MAX_TOTALS
+
+
 def test_what_is_told_is_bounded_too() -> None:
     accounts = Accounts()
     for number in range(2 * module._MAX_TOLD):
@@ -135,10 +147,10 @@ def test_decoders_count_for_people_and_not_for_the_order_and_so_do_requests_that
     accounts.note_decoding("decoders", 5.0, 30.0)
     assert accounts.used("decoders") == used
     told = accounts.describe(30.0, Counter({"decoders": 11, "new": 1}))
-    assert [(each.owner, each.seconds, each.decoding_s, each.share, each.requests, each.preparing) for each in told] == [
-        ("decoders", 1.0, 5.0, 0.75, 12, 11),
-        ("steps", 2.0, 0.0, 0.25, 1, 0),
-        ("new", 0.0, 0.0, 0.0, 1, 1),
+    assert told == [
+        Caller("decoders", 1.0, 5.0, 0.75, 6.0, 12, 11),
+        Caller("steps", 2.0, 0.0, 0.25, 2.0, 1, 0),
+        Caller("new", 0.0, 0.0, 0.0, 0.0, 1, 1),
     ]
 
 

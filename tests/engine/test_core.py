@@ -290,7 +290,8 @@ async def test_requests_of_a_step_whose_forms_are_prepared_say_so_and_what_that_
         executor.working_s = lambda: {"forms": {"alice": 6.0}, "preparing": {}}
         await it.send(1, owner="alice")
         program = await it.program()
-        assert [(each["state"], each["why"]) for each in program["requests"]] == [("preparing", "its form is being prepared")]
+        assert fields_of(program["requests"], "state why") == [("preparing", "its form is being prepared")]
+        assert fields_of([program], "running preparing_requests seats_taken") == [(0, 1, 1)]
         assert program["callers"][0]["seconds"] >= 6.0
         spending = program["spending"]
         assert "1 request waits for forms (schemas, patterns). " in spending["cause"]
@@ -424,7 +425,8 @@ async def test_a_snapshot_tells_requests_that_run_from_those_that_others_have_pa
             ("a", "running", "", None),
             ("b", "running", "before its first token", None),
         ]
-        assert fields_of([program], "running paused_requests waiting seats seats_taken") == [(2, 1, 0, 2, 2)]
+        names = "running preparing_requests paused_requests waiting seats seats_taken"
+        assert fields_of([program], names) == [(2, 0, 1, 0, 2, 2)]
 
 
 async def test_a_snapshot_has_requests_of_each_owner_and_the_time_of_the_step_that_runs(
@@ -469,6 +471,8 @@ async def test_a_snapshot_says_of_requests_whose_they_are_what_they_took_and_whe
         assert program["requests"][0]["prompt_tokens"] > 0
         assert {caller["owner"]: caller["requests"] for caller in program["callers"]} == {"a": 3, "b": 1}
         assert program["callers"][0]["seconds"] > 0
+        numbers = await it.client.statistics()
+        assert numbers["caller_seconds:a"] > 0 <= numbers["spent_seconds:late"]
         assert fields_of([program], "running paused_requests waiting seats seats_taken") == [(1, 0, 3, 1, 1)]
         monkeypatch.setattr(it.core._executor, "waits_for", "request {} waits for rain".format, raising=False)
         requests = (await it.program())["requests"]

@@ -41,6 +41,18 @@ async def test_an_engine_that_is_absent_is_down() -> None:
         assert line in text.splitlines()
 
 
+async def test_seconds_of_steps_are_told_by_part_and_of_callers_by_key() -> None:
+    counts = {"spent_seconds:choosing": 2.0, "spent_seconds:alone": 1.5, "caller_seconds:alice": 3.0, "caller_seconds:::1": 9.0}
+    for names, engine in ((["test"], ""), (["test", "other"], 'engine="test",')):
+        metrics = FrontendMetrics(names, ["alice"])
+        lines = (await metrics.render({"test": EngineNumbers(counts, {})} | dict.fromkeys(names[1:]))).decode().splitlines()
+        assert [line for line in lines if "_seconds_total{" in line] == [
+            f'shmring_engine_spent_seconds_total{{{engine}part="choosing"}} 2.0',
+            f'shmring_engine_spent_seconds_total{{{engine}part="alone"}} 1.5',
+            f'shmring_engine_caller_seconds_total{{{engine}key="alice"}} 3.0',
+        ], "and of no address"
+
+
 async def test_what_is_of_several_engines_has_their_names(serve: Any, connect: Any) -> None:
     async def reply(claim: Any) -> None:
         await claim.reply(1)

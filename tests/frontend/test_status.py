@@ -6,13 +6,13 @@ import asyncio
 import json
 import os
 import re
+import time
 from typing import Any
 
 import httpx
 import pytest
 
 import shmring
-from shmring.engine.loop_lag import LoopLag
 from shmring.engine.protocol import GenerateReply
 from shmring.frontend import app, status
 from shmring.frontend.keys import KeyOwner
@@ -144,7 +144,7 @@ async def test_viewers_share_what_is_asked_and_nobody_is_asked_without_them(
         return {"asked": asked}
 
     monkeypatch.setattr(engine.client, "inspect", inspect)
-    feed = Feed(engine.client, LoopLag())
+    feed = Feed(engine.client)
     with feed.watched() as first, feed.watched() as second:
         for _ in range(3):
             assert await asyncio.wait_for(first.get(), 5) == await asyncio.wait_for(second.get(), 5)
@@ -167,7 +167,7 @@ async def test_a_stream_ends_where_asking_fails_in_a_way_that_nobody_foresaw(
     async def inspect(name: str) -> Any:
         raise RuntimeError(name)
 
-    feed = Feed(engine.client, LoopLag())
+    feed = Feed(engine.client)
     with monkeypatch.context() as broken:
         broken.setattr(engine.client, "inspect", inspect)
         with feed.watched() as viewer:
@@ -214,7 +214,7 @@ async def test_an_engine_that_is_silent_is_told_of_with_its_process_and_for_how_
 ) -> None:
     monkeypatch.setattr(status, "_EACH_S", 0.01)
     engine = await open_engine()
-    feed = Feed(engine.client, LoopLag())
+    feed = Feed(engine.client)
     with feed.watched() as viewer:
         assert (await asyncio.wait_for(viewer.get(), 20))["test"].pid == os.getpid()
         answering = engine.client.inspect
@@ -264,3 +264,21 @@ async def test_requests_that_a_frontend_prepares_are_seen_with_their_caller(
     assert "alice" not in json.dumps((await seen("bob's", 1))["spending"])
     writer.close()
     assert (await seen("operator's", 0))["callers"] == []
+
+
+async def test_a_frontend_whose_loop_was_late_is_named_with_how_late_and_when(
+    open_core: Any, open_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "_EACH_S", 0.01)
+    monkeypatch.setattr(app, "_TELLING_S", 0.01)
+    engine = await open_core()
+    engine.client.title = "frontend 7"
+    url = await open_server(engine)
+    lag_s = 0.0
+    async with asyncio.timeout(20):
+        while lag_s <= 0.2:
+            await asyncio.sleep(0)
+            time.sleep(0.3)  # in the loop that answers
+            program = (await lines_of(url, 1))[0]["core"]["program"]
+            lag_s, ago_s = program["frontend_lags"].get("frontend 7", (0.0, 0.0))
+    assert 0 <= ago_s < 30

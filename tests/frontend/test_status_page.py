@@ -144,11 +144,11 @@ async def test_who_costs_most_what_takes_the_time_and_where_requests_stand(
                     "all => all.map(each => [...each.children].map(part => part.textContent))"
                 )
             )
-            shown = [tiles[name] for name in ("running", "seats taken", "paused: others' turn", "waiting in line")]
-            assert shown == ["1", "1 of 1", "1", "1"]
+            names = ("running", "seats taken", "preparing form or prompt", "paused: others' turn", "waiting in line")
+            assert [tiles[name] for name in names] == ["1", "1 of 1", "0", "1", "1"]
             titles, *rows = await rows_of(page, "requests")
             assert titles[:6] == ["request", "state", "place", "what it waits for, or does", "caller", "prompt tokens"]
-            assert await page.locator("#counts").text_content() == "1 running, 1 waiting (a<b>lice 1)"
+            assert await page.locator("#counts").text_content() == "1 running, 1 paused, 1 waiting (a<b>lice 1)"
             assert not {"slab free", "kept"} & tiles.keys(), "memory stands beside the slab"
             by_name = {row[0]: row for row in rows}
             assert by_name["<i>second"][1:5] == ["waiting", "1", "all seats are taken", "a<b>lice"]

@@ -259,30 +259,44 @@ async def top_into_a_pipe(name: str, socket_dir: Path) -> tuple[asyncio.subproce
     return process, [(await asyncio.wait_for(process.stdout.readline(), 60)).decode() for _ in range(4)]
 
 
+async def frames_of(name: str, socket_dir: Path, width: int, height: int, twice: bytes) -> list[list[str]]:
+    """The lines of what ``shmring top`` draws in a terminal, until it has drawn something twice."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+    with subprocess.Popen(
+        top_command(name, socket_dir), stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        said = b""
+        while said.count(twice) < 2:
+            data = await asyncio.to_thread(os.read, ours, 65536)
+            assert data
+            said += data
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, 60) == 0
+        os.close(ours)
+    frames = said.decode(errors="replace").split("\x1b[H")[1:-1]  # each begins at the upper left
+    assert frames
+    return [ESCAPE.sub("", frame).split("\r\n") for frame in frames]
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20)])
 async def test_a_terminal_shows_it_in_place(serve: Any, connect: Any, socket_dir: Path, width: int, height: int) -> None:
     async with crowded(serve, connect) as ring:
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
-        environment = {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
-        command = top_command(ring.name, socket_dir)
-        with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
-            os.close(theirs)
-            said = b""
-            while said.count(b"frontend (14)") < 2:  # it has drawn it twice
-                data = await asyncio.to_thread(os.read, ours, 65536)
-                assert data
-                said += data
-            process.send_signal(signal.SIGINT)
-            assert await asyncio.to_thread(process.wait, 60) == 0
-            os.close(ours)
-    frames = said.decode(errors="replace").split("\x1b[H")[1:-1]  # each begins at the upper left
-    assert frames
-    for frame in frames:
-        lines = ESCAPE.sub("", frame).split("\r\n")
+        frames = await frames_of(ring.name, socket_dir, width, height, b"frontend (14)")
+    for lines in frames:
         assert len(lines) <= height
         assert max(cell_len(line) for line in lines) <= width
+
+
+async def test_a_terminal_shows_all_engines_of_a_server(serve: Any, socket_dir: Path) -> None:
+    for number in range(2):
+        await serve(name=f"two-{number}")
+    lines = (await frames_of("two", socket_dir, 80, 24, b"two-1 (pid"))[-1]
+    assert [line.split()[0] for line in lines if "(pid" in line] == ["two-0", "two-1"], lines
+    assert len(lines) <= 24
 
 
 async def test_without_a_terminal_there_is_a_line_for_each_engine_and_second(serve: Any, socket_dir: Path) -> None:

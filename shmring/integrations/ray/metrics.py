@@ -47,7 +47,7 @@ class Reporter:
         is. From here on, all of it counts as told."""
         news = []
         for counted in OF_ENGINES:
-            value = numbers.of(counted)
+            value = numbers.of(counted) if not counted.labels else None
             now = tuple(value.counts) if isinstance(value, Distribution) else value
             before = self._told.get(counted.name)
             if now is not None and (now != before or counted.kind == "gauge"):
