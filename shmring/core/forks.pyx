@@ -23,6 +23,7 @@ from asyncio import get_running_loop
 
 from shmring.errors import ClosedError, LocalProtocolError
 
+cdef object running_loop = get_running_loop
 cdef int fork_count
 
 
@@ -77,22 +78,31 @@ cdef class Home:
 
     def check_loop(self) -> None:
         """Raises :class:`LocalProtocolError` in another loop, and :class:`ClosedError` in a forked child."""
-        self.check_process()  # a forked child has another loop, too
-        if self.loop != get_running_loop():
+        self.pass_loop()
+
+    def check_open(self) -> None:
+        """Raises :class:`ClosedError` unless it is open, and may be used in this process."""
+        self.pass_open()
+
+    def enter(self) -> None:
+        """Raises unless it is open, and may be used in this process and in this loop: the door."""
+        self.pass_open()
+        self.pass_loop()
+
+    cdef int pass_open(self) except -1:
+        if self.is_closed or self._forks != forks():
+            raise self.closed_error()
+        return 0
+
+    cdef int pass_loop(self) except -1:
+        if self._forks != forks():  # a forked child has another loop, too
+            raise self.closed_error()
+        if self.loop is not running_loop():
             raise LocalProtocolError(
                 f"{self.what} was made in another event loop, and works only there (asyncio.run makes a new loop each time); "
                 "make one in each loop, or use shmring.threads, which any thread may call"
             ) from None
-
-    def check_open(self) -> None:
-        """Raises :class:`ClosedError` unless it is open, and may be used in this process."""
-        if self.is_closed or self._forks != forks():
-            raise self.closed_error()
-
-    def enter(self) -> None:
-        """Raises unless it is open, and may be used in this process and in this loop: the door."""
-        self.check_open()
-        self.check_loop()
+        return 0
 
     def closed_error(self) -> ClosedError:
         """Returns why it can't be used."""

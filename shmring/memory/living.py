@@ -215,6 +215,7 @@ def _variables(thing: object) -> list[str]:
         while frame is not None:
             found += _variables_of(frame, thing)
             frame = frame.f_back
+    del first  # it may be the frame of this function, which would keep itself, and the thing, until garbage is collected
     return found
 
 

@@ -104,7 +104,7 @@ class _Connection(BaseConnection):
     def next(self, wait_s: float, busy_s: float) -> Message | None:
         """Returns the next message. None: no record came in time, or one may have come since. Times as of
         :meth:`WorkerEnd.receive`."""
-        self.check_process()
+        self.home.check_process()
         if self._unsaid:
             self._say_unsaid()
         while True:
@@ -129,7 +129,7 @@ class _Connection(BaseConnection):
     @property
     def engine_is_stopped(self) -> bool:
         """See :attr:`Worker.engine_is_stopped`."""
-        self.check_process()
+        self.home.check_process()
         return self._pidfd >= 0 and is_stopped(self._pidfd)
 
     def _hear(self, heard: int) -> None:
@@ -223,23 +223,23 @@ class _Connection(BaseConnection):
 
     def close(self) -> None:
         """See :meth:`Worker.close`."""
-        if self.forked or self._pidfd < 0:
+        if self.home.forked or self._pidfd < 0:
             return
-        self.is_closed = True
-        self._end_with(self.closed_error())
+        self.home.is_closed = True
+        self._end_with(self.home.closed_error())
         self._tidy_up()
 
     def take(self, turn: _Turn, timeout: float | None) -> bool:
         """Waits for a turn; returns whether it came in time."""
         if turn.take_now():
             return True
-        self.check_process()  # its holder may be a thread of the process that forked this one
+        self.home.check_process()  # its holder may be a thread of the process that forked this one
         return turn.take(timeout)
 
     def leave(self, turn: _Turn) -> None:
         """The last thread that leaves a closed worker cleans up."""
         turn.pass_on()
-        if self.is_closed:
+        if self.home.is_closed:
             self._tidy_up()
 
     def _tidy_up(self) -> None:
@@ -354,7 +354,7 @@ class Worker(Generic[_Payload]):
         try:
             return self.receive()
         except ClosedError:
-            self._connection.check_process()
+            self._connection.home.check_process()
             raise StopIteration from None
 
     def close(self) -> None:

@@ -90,13 +90,14 @@ class Message(TypedMessage[_Payload]):
         await connection.send_answer(self, payload)
 
 
-class BaseConnection(Home):
+class BaseConnection:
     """A worker's connection to its engine: how replies are cut into records, and why it has ended.
 
     Args:
         joined: the worker's place.
 
     Attributes:
+        home: where the worker may be used; not a base, whose subclasses Python reads attributes of slowly.
         name: the engine's name.
         rank: the worker's.
     """
@@ -104,7 +105,7 @@ class BaseConnection(Home):
     _end: WorkerEnd  # the subclass makes it
 
     def __init__(self, joined: Joined, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        super().__init__(f"worker {joined.rank} of engine {joined.name!r}", "join anew", loop)
+        self.home = Home(f"worker {joined.rank} of engine {joined.name!r}", "join anew", loop)
         self.name = joined.name
         self.rank = joined.rank
         self._reason: ShmringError | None = None  # why no more messages will come
@@ -132,8 +133,12 @@ class BaseConnection(Home):
         """The error of a connection after half of a reply: nothing else can follow that."""
         return ClosedError(f"worker {self.rank} has given up in the middle of a reply")
 
+    def check_process(self) -> None:
+        """Raises ClosedError in a forked child."""
+        self.home.check_process()
+
     def _check_alive(self) -> None:
-        self.check_process()
+        self.home.check_process()
         if self._reason is not None:
             raise fresh(self._reason)
 
@@ -147,13 +152,13 @@ class _Connection(BaseConnection):
         self._receivers: WaitingLine[None] = WaitingLine()
         self._answering = asyncio.Lock()  # a reply's parts follow each other
         self._rest: asyncio.Task[None] | None = None  # sends them, for the last reply that has several
-        self._watch = ProcessWatch(self.loop, joined.pidfd, self._engine_died)
+        self._watch = ProcessWatch(self.home.loop, joined.pidfd, self._engine_died)
         self._link = Link(
             self,
             joined.socket,
             joined.incoming,
             joined.outgoing,
-            poller_of(self.loop),
+            poller_of(self.home.loop),
             max_backlog_nbytes=_BACKLOG_NBYTES,
             busy_poll_s=joined.config.busy_poll_s,
         )
@@ -173,7 +178,7 @@ class _Connection(BaseConnection):
 
     def next(self) -> Message | None:
         """Opens the next record; None: none has come."""
-        self.check_process()
+        self.home.check_process()
         if not self._records and self._reason is None:
             self._link.poll()
         if not self._records:
@@ -196,7 +201,7 @@ class _Connection(BaseConnection):
 
     async def record_came(self) -> None:
         """Waits for a record, or for the end."""
-        self.check_loop()
+        self.home.check_loop()
         await self._receivers.wait(lambda _: self._wake())
 
     def _wake(self) -> None:
@@ -229,7 +234,7 @@ class _Connection(BaseConnection):
             self._answering.release()
             return
         try:
-            self._rest = self.loop.create_task(self._send_rest(parts))
+            self._rest = self.home.loop.create_task(self._send_rest(parts))
         except MemoryError as error:
             self._link.fail_soon(error)
             raise
@@ -261,9 +266,9 @@ class _Connection(BaseConnection):
 
     def fail_answer_later(self, sequence: int, error: BaseException) -> None:
         """For finalisers of messages, in any thread: no reply to one will come."""
-        if not self.forked:
+        if not self.home.forked:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self.loop.call_soon_threadsafe(self.fail_answer, sequence, error)
+                self.home.loop.call_soon_threadsafe(self.fail_answer, sequence, error)
 
     # -- for the link ------------------------------------------------------------------------------------------------
 
@@ -310,11 +315,11 @@ class _Connection(BaseConnection):
 
     async def close(self) -> None:
         """See :meth:`Worker.close`."""
-        if self.forked or self.is_closed:
+        if self.home.forked or self.home.is_closed:
             return
-        self.check_loop()
-        self.is_closed = True
-        self._end_with(self.closed_error())
+        self.home.check_loop()
+        self.home.is_closed = True
+        self._end_with(self.home.closed_error())
         self._watch.close()
         self._leave_unread()
         self._link.close()
@@ -380,7 +385,7 @@ class Worker(Generic[_Payload]):
         try:
             return await self.receive()
         except ClosedError:
-            self._connection.check_process()
+            self._connection.home.check_process()
             raise StopAsyncIteration from None
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import shmring
 from shmring import Client
+from tests.garbage import uncollected
 from tests.waiting import eventually
 
 
@@ -105,14 +106,14 @@ async def test_a_task_that_goes_on_is_named_by_its_variable(serve: Any, connect:
 
 @pytest.mark.client(debug=True)
 async def test_a_slot_that_is_left_with_views_says_where_and_who_has_them(client: Client, caplog: Any) -> None:
-    with caplog.at_level(logging.WARNING, "shmring.client"):
+    with caplog.at_level(logging.WARNING, "shmring.client"), uncollected():
         async with client.slot(40_000, drain=True) as slot:
             kept = slot.tensor((10_000,), torch.float32)[5:]
+        del kept
+        await eventually(lambda: client.statistics().slots_in_use == 0)
     [record] = caplog.records
     assert f"a slot of 40000 bytes was left with living views; it was left at {__file__}:" in record.getMessage()
     assert "slot: tensor float32[9995], held by the variable 'kept' at " in record.getMessage()
-    del kept
-    await eventually(lambda: client.statistics().slots_in_use == 0)
 
 
 async def test_looking_keeps_nothing_alive(serve: Any, connect: Any, caplog: Any) -> None:

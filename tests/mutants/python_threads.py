@@ -292,7 +292,7 @@ FAULTS = (
         ),
         guard(
             "the last thread in a closed worker cleans up",
-            "        if self.is_closed:\n",
+            "        if self.home.is_closed:\n",
             "        if False:\n",
             "tests/ends/test_ends_inside_calls.py::test_a_signal_handler_may_close_a_worker_whose_thread_waits",
         ),
