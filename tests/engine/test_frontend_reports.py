@@ -33,3 +33,10 @@ def test_of_each_frontend_it_is_told_how_late_its_loop_was_and_when() -> None:
     reports.take(report("second", {}, 0, 0, 0.1), 13.0)
     assert reports.lags(13.5) == {"the first": (0.25, 3.5), "the second": (0.1, 2.5)}
     assert reports.lags(15.5) == {"the second": (0.1, 4.5)}
+
+
+def test_of_frontends_with_one_title_the_latest_loop_is_told() -> None:
+    reports = FrontendReports()
+    for name, lag_s in (("first", 0.5), ("second", 4.0), ("third", 0.25)):
+        reports.take(FrontendReport(name, "frontend", {}, 4, 0, 0, lag_s, 2.0), 10.0)
+    assert reports.lags(10.0) == {"frontend": (4.0, 2.0)}

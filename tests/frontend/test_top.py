@@ -134,7 +134,7 @@ async def test_a_server_says_where_requests_stand_who_costs_most_and_what_takes_
 ) -> None:
     engine = await open_core({"step_s": 0.02, "tokens": 100_000}, scheduler_config=SchedulerConfig(max_num_seqs=1))
     core = engine.core
-    monkeypatch.setattr(core, "_spent_s", lambda: {"choosing": 0.75 * core.metrics.step_seconds})
+    monkeypatch.setattr(core, "_parts_s", lambda: {"choosing": 0.75 * core.metrics.step_seconds})
 
     async def ask(owner: str, name: str) -> None:
         question = GenerateRequest([ChatMessage("user", [TextPart("Hi")])], [], SamplingParams(), owner=owner)
