@@ -1,6 +1,6 @@
 """The HTTP application of one frontend process: routes, and what each of them answers.
 
-How failures become statuses: :mod:`shmring.frontend.errors`, whose table is also what the OpenAPI document says.
+How failures become statuses: :mod:`shmring.frontend.errors`, which has all codes.
 
 Answers that are not streamed have headers about their cost. ``X-Shmring-Slab-Bytes`` is the number of bytes of tensors that
 crossed through the slab. ``X-Shmring-Copies`` is how many tensors this process copied for sending while a request with media
