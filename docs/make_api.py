@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import shmring
 import shmring.threads
-from shmring.engine.flags import descriptions
+from shmring.service.flags import descriptions
 
 PAGE = Path(__file__).with_name("api.md")
 

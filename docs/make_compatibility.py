@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from shmring.engine.vllm_options import ADVICE, OF_ITS_ENGINE
 from shmring.frontend.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from shmring.frontend.openai.chat import ChatRequest
 from shmring.frontend.openai.completions import CompletionRequest
@@ -23,6 +22,7 @@ from shmring.frontend.openai.scoring import RerankRequest, ScoreRequest
 from shmring.frontend.openai.speech import TranscriptionRequest, TranslationRequest
 from shmring.frontend.openai.tokens import DetokenizeRequest, TokenizeRequest
 from shmring.frontend.openai.unsupported import Unsupported
+from shmring.service.vllm_options import ADVICE, OF_ITS_ENGINE
 
 PAGE = Path(__file__).with_name("compatibility.md")
 

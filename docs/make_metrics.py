@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from shmring.frontend.counted import COUNTED
+from shmring.frontend.operator.counted import COUNTED
 
 PAGE = Path(__file__).with_name("metrics.md")
 
@@ -50,8 +50,8 @@ def _with_table(page: str, heading: str, rows: Iterable[str]) -> str:
     if unknown := [name for name in _names(old) if name not in _names(new)]:
         raise LookupError(
             f"{PAGE.name}, {heading}: no number is called {', '.join(unknown)}. Describe it by Counted(...) in "
-            "engine/counted.py (an engine's) or frontend/counted.py (a frontend's), and run this again; if it has gone, "
-            "delete the row"
+            "engine/counted.py (an engine's) or frontend/operator/counted.py (a frontend's), and run this again; if it has "
+            "gone, delete the row"
         )
     return f"{before}{title}{intro}{head}{new}\n{rest}"
 

@@ -14,11 +14,11 @@ import shmring
 from shmring.engine.__main__ import main as engine_command
 from shmring.engine.executors.synthetic import SyntheticOptions
 from shmring.engine.executors.transformers import TransformersOptions
-from shmring.engine.flags import descriptions
-from shmring.engine.option_table import ELSEWHERE, Option
 from shmring.frontend.__main__ import main as frontend_command
-from shmring.frontend.ray_options import DeploymentSettings
-from shmring.frontend.serve_command import serve as serve_command
+from shmring.frontend.commands.ray_options import DeploymentSettings
+from shmring.frontend.commands.serve import serve as serve_command
+from shmring.service.flags import descriptions
+from shmring.service.option_table import ELSEWHERE, Option
 
 PAGE = Path(__file__).with_name("settings.md")
 

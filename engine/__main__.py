@@ -13,13 +13,13 @@ import click
 
 from shmring.core.loggers import logger_of
 from shmring.door import parse_nbytes
-from shmring.engine.logs import configure_logging, ending
-from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD, warn_of_variables
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of, notice_of
 from shmring.engine.settings import EngineSettings
-from shmring.engine.supervision import SupervisorLink
 from shmring.memory.available import lack_of_memory
 from shmring.memory.limits import check_open_files
+from shmring.service.logs import configure_logging, ending
+from shmring.service.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD, warn_of_variables
+from shmring.service.supervision import SupervisorLink
 from shmring.transport.listener import make_directory, socket_path
 
 __all__ = ["main"]

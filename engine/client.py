@@ -17,7 +17,6 @@ import msgspec
 import torch
 
 import shmring
-from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import (
     Calls,
     EncodeReply,
@@ -28,7 +27,8 @@ from shmring.engine.protocol import (
     Medium,
     ModelDescription,
 )
-from shmring.engine.tracing import current_headers
+from shmring.service.distributions import Distribution
+from shmring.service.tracing import current_headers
 
 __all__ = ["EncodeOutput", "EngineClient", "EngineState", "MediaMemory"]
 

@@ -33,8 +33,6 @@ from shmring.engine.described_requests import being_prepared, describe_ended, de
 from shmring.engine.executor_thread import ExecutorThread
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, OverloadedError, StepInput, StepOutput
 from shmring.engine.frontend_reports import FrontendReports
-from shmring.engine.logs import concerned
-from shmring.engine.loop_lag import LoopLag
 from shmring.engine.metrics import EngineMetrics, EngineTimes
 from shmring.engine.operator_aborts import OperatorAborts
 from shmring.engine.profiling import StepProfiler
@@ -42,6 +40,8 @@ from shmring.engine.protocol import Calls, EncodeReply, EngineRequestPayload, Fr
 from shmring.engine.request import EndedRequest, EngineRequest, check_payload
 from shmring.engine.scheduler import Scheduler, SchedulerConfig
 from shmring.engine.spending import Spending, whose
+from shmring.service.logs import concerned
+from shmring.service.loop_lag import LoopLag
 
 __all__ = ["EngineCore", "OperatorAbortError", "PausedError", "ServerFacts"]
 
@@ -662,7 +662,7 @@ def _call(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapp
 
 class _Concerned:
     """Whom the executor's thread works for now, for lines of the log: its text is the names of these requests. (To set
-    :data:`~shmring.engine.logs.concerned` to such a text in each step would cost more than all else there is to say of it.)
+    :data:`~shmring.service.logs.concerned` to such a text in each step would cost more than all else there is to say of it.)
     """
 
     def __init__(self) -> None:

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
-from shmring.engine.distributions import Distribution
 from shmring.engine.spending import MEANINGS
+from shmring.service.distributions import Distribution
 
 __all__ = ["OF_ENGINES", "Counted", "EngineNumbers"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import shmring
-from shmring.engine.distributions import Distribution
-from shmring.engine.logs import dropped_lines
+from shmring.service.distributions import Distribution
+from shmring.service.logs import dropped_lines
 
 __all__ = ["EngineMetrics", "EngineTimes"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from shmring.engine.option_table import Option, filled, options_of, parsed
 from shmring.engine.settings import DEFAULT_EXECUTOR, EngineSettings
-from shmring.engine.vllm_options import parse_count
+from shmring.service.option_table import Option, filled, options_of, parsed
+from shmring.service.vllm_options import parse_count
 
 __all__ = ["ENGINE_OPTIONS", "MODEL_ARGUMENT", "engine_settings_of", "notice_of"]
 

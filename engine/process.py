@@ -21,10 +21,10 @@ from shmring.core.loggers import logger_of
 from shmring.engine.core import EngineCore, ServerFacts
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
-from shmring.engine.logs import ending, finish_logging
 from shmring.engine.settings import EngineSettings, server_name
-from shmring.engine.supervision import Stop, SupervisorLink, seldom_look_for_garbage
-from shmring.engine.tracing import start_tracing, stop_tracing
+from shmring.service.logs import ending, finish_logging
+from shmring.service.supervision import Stop, SupervisorLink, seldom_look_for_garbage
+from shmring.service.tracing import start_tracing, stop_tracing
 
 __all__ = ["run"]
 

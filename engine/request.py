@@ -25,7 +25,7 @@ import shmring
 from shmring.engine.accounts import Account
 from shmring.engine.executors.interface import StepOutput
 from shmring.engine.protocol import EncodeReply, EncodeRequest, GenerateReply, GenerateRequest, MediumPart, Text, tensor_of
-from shmring.engine.tracing import RequestTrace, is_tracing
+from shmring.service.tracing import RequestTrace, is_tracing
 
 __all__ = ["EndedRequest", "EngineRequest", "check_payload"]
 

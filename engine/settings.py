@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from shmring.config import RingConfig
 from shmring.core.geometry import Geometry
 from shmring.door import parse_nbytes, validate_name
-from shmring.engine.flags import NO_OPTION, Flag
 from shmring.engine.scheduler import SchedulerConfig
-from shmring.engine.tracing import parse_endpoint
+from shmring.service.flags import NO_OPTION, Flag
+from shmring.service.tracing import parse_endpoint
 
 __all__ = [
     "DEFAULT_EXECUTOR",

@@ -13,13 +13,13 @@ from typing import Any
 import click
 
 from shmring.core.loggers import logger_of
-from shmring.engine.logs import configure_logging, ending
-from shmring.engine.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD, warn_of_variables
-from shmring.engine.supervision import SupervisorLink
-from shmring.frontend.number_files import reserve_number_files
+from shmring.frontend.operator.number_files import reserve_number_files
 from shmring.frontend.options import FRONTEND_OPTIONS, PROCESS_OPTIONS, TLS_OPTIONS, process_settings_of
 from shmring.frontend.settings import ProcessSettings
 from shmring.memory.limits import check_open_files
+from shmring.service.logs import configure_logging, ending
+from shmring.service.option_table import CONFIG, ELSEWHERE, SUPERVISOR_FD, warn_of_variables
+from shmring.service.supervision import SupervisorLink
 
 __all__ = ["main"]
 
@@ -51,7 +51,7 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
     except OSError as error:
         raise ending(f"shmring frontend: {error.strerror}") from None
     reserve_number_files(len(settings.http.key_owners))
-    from shmring.frontend.process import run  # takes a second or more to import
+    from shmring.frontend.processes.process import run  # takes a second or more to import
 
     run(settings, link)
 

@@ -8,8 +8,8 @@ was sent. It includes copies for other requests: it is exact for a request that 
 ``X-Shmring-Synthetic: true`` is on all made-up answers (for load tests). ``X-Shmring-Ignored-Fields`` names the fields of the
 request that this server does not know. ``X-Shmring-Media-Shortfall`` names the media of which a part is missing.
 
-What ``/health`` and ``/ready`` say: :mod:`shmring.frontend.health`. Neither needs a key, nor do ``/metrics``, ``/version`` and
-``/docs``. The page ``/status`` is :mod:`shmring.frontend.status`.
+What ``/health`` and ``/ready`` say: :mod:`shmring.frontend.operator.health`. Neither needs a key, nor do ``/metrics``,
+``/version`` and ``/docs``. The page ``/status`` is :mod:`shmring.frontend.operator.status`.
 
 Starlette routes, and nothing more: bodies are msgspec's, and the OpenAPI document is ours.
 """
@@ -35,11 +35,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import shmring
 from shmring.core.loggers import logger_of
 from shmring.engine.client import EngineClient
-from shmring.engine.loop_lag import LoopLag
 from shmring.engine.protocol import FrontendReport
-from shmring.engine.supervision import FrontendState
-from shmring.frontend.admin import admin_routes
-from shmring.frontend.admission import Admission, AdmissionMiddleware, admitted_of
 from shmring.frontend.anthropic.errors import MESSAGES_PATH
 from shmring.frontend.anthropic.messages_answer import MessagesWriter
 from shmring.frontend.anthropic.messages_request import (
@@ -49,16 +45,17 @@ from shmring.frontend.anthropic.messages_request import (
     TranslatedMessages,
     check_version,
 )
-from shmring.frontend.authentication import Authentication
-from shmring.frontend.cross_origin import CrossOrigin
+from shmring.frontend.callers.admission import Admission, AdmissionMiddleware, admitted_of
+from shmring.frontend.callers.authentication import Authentication
+from shmring.frontend.callers.key_usage import KeyLimits, UsageTable, usages_of
 from shmring.frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
 from shmring.frontend.errors import ApiError, ErrorCode, report
-from shmring.frontend.health import HealthReporter
+from shmring.frontend.http.cross_origin import CrossOrigin
+from shmring.frontend.http.responses import JsonPieces, JsonResponse, error_response, random_digits
+from shmring.frontend.http.shared_answer import SharedAnswer
+from shmring.frontend.http.sse import EventStream, event
 from shmring.frontend.inference import Answer, AnswerWriter, Facts, Inference, Keep, events_of, heard, written
 from shmring.frontend.intake import MediaIntake
-from shmring.frontend.key_usage import KeyLimits, UsageTable, usages_of
-from shmring.frontend.metrics import EngineNumbers, FrontendMetrics
-from shmring.frontend.observation import Observation, ObservedRoute, answer_has_begun, note_failure, request_id_of
 from shmring.frontend.openai.chat import CHAT_FORM
 from shmring.frontend.openai.completions import COMPLETION_FORM
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
@@ -67,6 +64,7 @@ from shmring.frontend.openai.generation import AnswerForm, GenerationRequest
 from shmring.frontend.openai.input_items import read_page
 from shmring.frontend.openai.models import Load, Version
 from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.response_memory import ResponseMemory
 from shmring.frontend.openai.responses_answer import ResponsesWriter
 from shmring.frontend.openai.responses_request import RESPONSES_PARSER, TranslatedRequest, translated
 from shmring.frontend.openai.scoring import RERANK_PARSER, SCORE_PARSER
@@ -74,13 +72,15 @@ from shmring.frontend.openai.speech import SpeechTask, read_form
 from shmring.frontend.openai.stored_responses import StoredResponses, account_of
 from shmring.frontend.openai.tokens import DETOKENIZE_PARSER, TOKENIZE_PARSER
 from shmring.frontend.openai.tools import check_whole
-from shmring.frontend.response_memory import ResponseMemory
-from shmring.frontend.responses import JsonPieces, JsonResponse, error_response, random_digits
+from shmring.frontend.operator.admin import admin_routes
+from shmring.frontend.operator.health import HealthReporter
+from shmring.frontend.operator.metrics import EngineNumbers, FrontendMetrics
+from shmring.frontend.operator.observation import Observation, ObservedRoute, answer_has_begun, note_failure, request_id_of
+from shmring.frontend.operator.status import Feed, status_routes
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import CorsSettings, FrontendSettings
-from shmring.frontend.shared_answer import SharedAnswer
-from shmring.frontend.sse import EventStream, event
-from shmring.frontend.status import Feed, status_routes
+from shmring.service.loop_lag import LoopLag
+from shmring.service.supervision import FrontendState
 
 __all__ = ["Application", "create_app"]
 

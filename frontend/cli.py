@@ -13,11 +13,11 @@ from collections.abc import Callable
 import click
 
 from shmring import __version__
-from shmring.engine.option_table import UNKNOWN_VARIABLES
-from shmring.engine.option_types import NBYTES
 from shmring.engine.settings import MAX_ENGINES
-from shmring.frontend.variables import unknown_variables
+from shmring.frontend.commands.variables import unknown_variables
 from shmring.memory.limits import check_open_files
+from shmring.service.option_table import UNKNOWN_VARIABLES
+from shmring.service.option_types import NBYTES
 
 __all__ = ["main"]
 
@@ -25,7 +25,7 @@ _OPEN_FILES = 16  # of a loop, an engine's socket and a terminal; what starts pr
 
 # Imported when they are run; --help shows these texts.
 _ELSEWHERE = {
-    "serve": ("shmring.frontend.serve_command:serve", "Serves OpenAI's API: engines and frontends behind one port."),
+    "serve": ("shmring.frontend.commands.serve:serve", "Serves OpenAI's API: engines and frontends behind one port."),
     "engine": ("shmring.engine.__main__:main", "Runs one engine process alone."),
     "frontend": ("shmring.frontend.__main__:main", "Runs one frontend process alone."),
 }
@@ -94,7 +94,7 @@ def doctor(as_json: bool, sweep: bool, slab_nbytes: int, data_parallel_size: int
     import msgspec
     from rich.console import Console
 
-    from shmring.frontend.doctor import has_problem, remove_leftovers, run_checks, show  # imports torch
+    from shmring.frontend.commands.doctor import has_problem, remove_leftovers, run_checks, show  # imports torch
 
     try:
         if sweep:
@@ -126,7 +126,7 @@ def inspect(name: str, socket_dir: str | None, as_json: bool) -> None:
 
     NAME is the engine's; it may be any ring of this user, whatever program serves it. The engine lends nothing for it.
     """
-    from shmring.frontend.top import print_once
+    from shmring.frontend.commands.top import print_once
 
     raise SystemExit(print_once(name, socket_dir, as_json=as_json))
 
@@ -138,7 +138,7 @@ def top(name: str, socket_dir: str | None) -> None:
 
     Without a terminal, it prints a line for each engine and second: shmring top NAME | tee log.
     """
-    from shmring.frontend.top import watch
+    from shmring.frontend.commands.top import watch
 
     raise SystemExit(watch(name, socket_dir))
 
@@ -169,7 +169,7 @@ def drain(name: str, socket_dir: str | None, engine: int | None, frontend: int |
     """
     if engine is not None and frontend is not None:
         raise click.UsageError("--engine and --frontend exclude each other")
-    from shmring.frontend.drain import drain as drain_server
+    from shmring.frontend.commands.drain import drain as drain_server
 
     raise SystemExit(drain_server(name, socket_dir, timeout_s, engine=engine, frontend=frontend))
 
@@ -183,7 +183,7 @@ def restart(name: str, socket_dir: str | None, timeout_s: float) -> None:
 
     The server must have two engines or more. If an engine does not serve again in time, those behind it are left alone.
     """
-    from shmring.frontend.drain import restart as restart_engines
+    from shmring.frontend.commands.drain import restart as restart_engines
 
     raise SystemExit(restart_engines(name, socket_dir, timeout_s))
 

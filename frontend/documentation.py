@@ -21,13 +21,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 import shmring
-from shmring.engine.supervision import FrontendState
-from shmring.frontend.admin import AbortRequest, AbortResponse, AdminStatus, PauseState
 from shmring.frontend.anthropic.errors import MESSAGES_PATH, MessagesErrorEnvelope
 from shmring.frontend.anthropic.messages_answer import MessagesAnswer, MessagesEvent
 from shmring.frontend.anthropic.messages_request import VERSIONS, CountTokensAnswer, CountTokensRequest, MessagesRequest
 from shmring.frontend.errors import ErrorEnvelope
-from shmring.frontend.health import Health
+from shmring.frontend.http.responses import JsonResponse
 from shmring.frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from shmring.frontend.openai.completions import Completion, CompletionRequest
 from shmring.frontend.openai.embeddings import EmbeddingRequest, EmbeddingResponse
@@ -45,10 +43,12 @@ from shmring.frontend.openai.speech import (
 )
 from shmring.frontend.openai.stored_responses import DeletedResponse
 from shmring.frontend.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from shmring.frontend.operator.admin import AbortRequest, AbortResponse, AdminStatus, PauseState
+from shmring.frontend.operator.health import Health
 from shmring.frontend.options import limits_of
-from shmring.frontend.responses import JsonResponse
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
+from shmring.service.supervision import FrontendState
 
 __all__ = ["DOCS_PATH", "DOCUMENT_PATHS", "Documentation", "openapi_document"]
 

@@ -1,6 +1,6 @@
 """The command ``shmring`` as it is installed. If the extra that it needs is not installed, it says so in one line.
 
-It starts itself again where Python would import from the working directory (:mod:`shmring.frontend.import_path`).
+It starts itself again where Python would import from the working directory (:mod:`shmring.service.import_path`).
 
 ``pip install shmring`` installs the transport, and this package beside it, but none of the packages that a server and a command
 line need.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from shmring.frontend.import_path import restart_without_working_directory
+from shmring.service.import_path import restart_without_working_directory
 
 __all__ = ["EXTRAS", "main"]
 

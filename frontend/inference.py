@@ -35,14 +35,14 @@ from shmring.engine.protocol import (
     parameters_of,
     tensor_of,
 )
-from shmring.engine.tracing import note
-from shmring.frontend.admission import Admitted
-from shmring.frontend.callers import caller
+from shmring.frontend.callers.admission import Admitted
+from shmring.frontend.callers.caller import caller
+from shmring.frontend.callers.key_usage import running_usage
 from shmring.frontend.errors import ApiError, ErrorCode, api_error_of
+from shmring.frontend.http.responses import new_id
+from shmring.frontend.http.sse import DONE, event
 from shmring.frontend.intake import MediaIntake
-from shmring.frontend.key_usage import running_usage
 from shmring.frontend.media.sources import MediaSource
-from shmring.frontend.metrics import AnswerStatistics
 from shmring.frontend.openai.chat import CHAT_FORM, ChatRequest, engine_request
 from shmring.frontend.openai.embeddings import (
     EmbeddingRequest,
@@ -70,10 +70,10 @@ from shmring.frontend.openai.tokens import (
     tokenizing,
 )
 from shmring.frontend.openai.tools import other_tools
-from shmring.frontend.responses import new_id
+from shmring.frontend.operator.metrics import AnswerStatistics
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
-from shmring.frontend.sse import DONE, event
+from shmring.service.tracing import note
 
 __all__ = ["Answer", "AnswerWriter", "Facts", "Inference", "Keep", "WrittenEvent", "events_of", "heard", "written"]
 

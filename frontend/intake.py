@@ -23,10 +23,8 @@ import msgspec
 import shmring
 from shmring.core.loggers import logger_of
 from shmring.engine.client import EngineClient, MediaMemory
-from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import InputSpec, Medium, ProcessorSpec
-from shmring.engine.tracing import traced
-from shmring.frontend.admission import Admitted
+from shmring.frontend.callers.admission import Admitted
 from shmring.frontend.errors import not_installed
 from shmring.frontend.media.decoder_pool import DecoderStatistics
 from shmring.frontend.media.packages import what_is_missing
@@ -34,6 +32,8 @@ from shmring.frontend.media.preparation import Preparation
 from shmring.frontend.media.reuse import Held, Reuse, keys_of
 from shmring.frontend.media.sources import Arrivals, MediaFile, MediaSource
 from shmring.frontend.settings import FrontendSettings
+from shmring.service.distributions import Distribution
+from shmring.service.tracing import traced
 
 __all__ = ["IntakeStatistics", "MediaIntake"]
 

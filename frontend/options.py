@@ -10,10 +10,10 @@ from typing import Any
 import click
 import msgspec
 
-from shmring.engine.option_table import Option, filled, options_of
-from shmring.frontend.keys import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE, KeyOwner, read_keys
-from shmring.frontend.listening import check_tls
+from shmring.frontend.callers.keys import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE, KeyOwner, read_keys
+from shmring.frontend.http.listening import check_tls
 from shmring.frontend.settings import FrontendSettings, ProcessSettings, TlsSettings
+from shmring.service.option_table import Option, filled, options_of
 
 __all__ = ["FRONTEND_OPTIONS", "PROCESS_OPTIONS", "TLS_OPTIONS", "limits_of", "process_settings_of", "settings_of"]
 

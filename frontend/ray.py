@@ -21,9 +21,9 @@ from ray import serve
 from ray.exceptions import RayError
 
 from shmring.core.loggers import logger_of
-from shmring.engine.supervision import seldom_look_for_garbage
-from shmring.engine.tracing import start_tracing, stop_tracing
-from shmring.frontend.ray_options import settings_of_arguments
+from shmring.frontend.commands.ray_options import settings_of_arguments
+from shmring.service.supervision import seldom_look_for_garbage
+from shmring.service.tracing import start_tracing, stop_tracing
 from shmring.transport.liveness import ProcessId
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def app(arguments: Mapping[str, Any]) -> Any:
     """Builds the application: ``serve run shmring.frontend.ray:app NAME=VALUE ...``, or ``args`` in a configuration.
 
     Args:
-        arguments: see :mod:`shmring.frontend.ray_options`.
+        arguments: see :mod:`shmring.frontend.commands.ray_options`.
 
     Raises:
         ValueError: they make no sense.
@@ -86,10 +86,10 @@ class _Replica:
 
         from shmring import ClientConfig
         from shmring.engine.client import EngineClient
-        from shmring.engine.logs import configure_logging
-        from shmring.frontend.malloc import make_malloc_return_memory
-        from shmring.frontend.variables import unknown_variables
+        from shmring.frontend.commands.variables import unknown_variables
+        from shmring.frontend.processes.malloc import make_malloc_return_memory
         from shmring.integrations.ray.replica_engine import start_engine
+        from shmring.service.logs import configure_logging
 
         settings = settings_of_arguments(arguments)
         self._http = settings.http

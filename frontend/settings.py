@@ -1,6 +1,6 @@
 """The settings of a frontend process: frozen objects, every limit with its reason. They travel to it as JSON.
 
-Command line, help and page are made of them (:mod:`shmring.engine.flags`). Names and meanings of options are vLLM's where it
+Command line, help and page are made of them (:mod:`shmring.service.flags`). Names and meanings of options are vLLM's where it
 has such an option.
 """
 
@@ -11,12 +11,12 @@ import json
 import re
 from typing import Annotated, Any
 
-from shmring.engine.flags import NO_OPTION, Flag
 from shmring.engine.settings import DEFAULT_SHUTDOWN_TIMEOUT_S, MAX_ENGINES, LogFormat, LogLevel
-from shmring.engine.tracing import parse_endpoint
-from shmring.frontend.keys import KeyOwner
+from shmring.frontend.callers.keys import KeyOwner
 from shmring.frontend.media.fetch import FetchSettings
 from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
+from shmring.service.flags import NO_OPTION, Flag
+from shmring.service.tracing import parse_endpoint
 
 __all__ = [
     "CorsSettings",

@@ -8,7 +8,7 @@ the errors starts at once. And if this is installed beside vLLM, each of its pro
 """
 
 # Type checkers take typing's name for true. Nothing is imported here: an installed command imports this file before it has seen
-# to it that nothing comes from the working directory (shmring/frontend/import_path.py).
+# to it that nothing comes from the working directory (shmring/service/import_path.py).
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:

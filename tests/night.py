@@ -30,7 +30,7 @@ import httpx
 import numpy as np
 
 from bench.serving.media import picture_part
-from shmring.frontend.serve_process import PROGRAM
+from shmring.frontend.commands.serve_process import PROGRAM
 from tests.engine.tiny_models import write_tiny_model
 
 _CALLERS = 12

@@ -25,8 +25,8 @@ from bench.serving.client import Client
 from bench.serving.load import Measurement, Requests
 from bench.serving.media import media_parts
 from bench.serving.plan import PRESETS, Load, Server
-from shmring.frontend import serve_process
-from shmring.frontend.serve_process import ServerProcess
+from shmring.frontend.commands import serve_process
+from shmring.frontend.commands.serve_process import ServerProcess
 
 logger = logging.getLogger("bench.serving")
 

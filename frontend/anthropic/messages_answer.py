@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 from shmring.engine.protocol import FinishReason, GenerateReply
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.anthropic.messages_request import MessagesRequest
-from shmring.frontend.responses import new_id
+from shmring.frontend.http.responses import new_id
 
 __all__ = ["MessagesAnswer", "MessagesEvent", "MessagesWriter"]
 

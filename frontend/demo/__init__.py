@@ -24,10 +24,10 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from shmring.frontend.commands.serve_process import ServerProcess
 from shmring.frontend.demo.client import COPIES, DECODED, IN_PLACE, IN_USE, SLAB_BYTES, Answer, Client
 from shmring.frontend.demo.media import Kind, Sample, clips, large_picture, pictures, recordings
 from shmring.frontend.demo.transport import show_transport
-from shmring.frontend.serve_process import ServerProcess
 
 __all__ = ["run_demo"]
 

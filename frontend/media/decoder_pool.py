@@ -38,11 +38,11 @@ import msgspec
 
 from shmring.core.loggers import logger_of
 from shmring.engine.inputs import ProcessorSpec
-from shmring.engine.logs import log_format_of_this_process
-from shmring.frontend.callers import caller
-from shmring.frontend.import_path import without_working_directory
+from shmring.frontend.callers.caller import caller
 from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready, Reply
 from shmring.processes.process import Process
+from shmring.service.import_path import without_working_directory
+from shmring.service.logs import log_format_of_this_process
 
 __all__ = ["BudgetSpentError", "DecoderDiedError", "DecoderPool", "DecoderStatistics", "Outcome", "read_into"]
 

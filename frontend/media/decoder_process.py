@@ -45,13 +45,13 @@ import msgspec
 import numpy as np
 
 from shmring.engine.inputs import ProcessorSpec, places_of
-from shmring.engine.logs import log_in_one_thread, stacks_on_signal
 from shmring.engine.picture_processor import PictureProcessor
 from shmring.frontend.media import audio, image, video
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Decoded, Failed, Probe, Probed, Ready, Reply
 from shmring.frontend.media.options import MediaKind
 from shmring.processes.child import end_with_parent
+from shmring.service.logs import log_in_one_thread, stacks_on_signal
 
 __all__ = ["main"]
 

@@ -27,11 +27,11 @@ from typing import Annotated
 
 import pybase64
 
-from shmring.engine.flags import NO_OPTION, Flag
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.network import RemoteClient, Resolver, parse_networks
 from shmring.frontend.media.options import MediaKind
 from shmring.frontend.media.urls import FORBIDDEN_CHARACTERS, AllowedHosts
+from shmring.service.flags import NO_OPTION, Flag
 
 __all__ = ["FetchSettings", "Fetcher", "LocalDirectory", "decode_base64", "decode_data_url"]
 

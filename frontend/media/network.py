@@ -33,10 +33,10 @@ from typing import TypeAlias
 import httpcore
 
 from shmring.core.loggers import logger_of
-from shmring.frontend.callers import caller
+from shmring.frontend.callers.caller import caller
+from shmring.frontend.callers.places import Places
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.urls import AllowedHosts, RemoteUrl, is_address, parse_redirect, parse_url
-from shmring.frontend.places import Places
 
 __all__ = ["Connector", "RemoteClient", "Resolver", "is_acceptable", "parse_networks"]
 

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from typing import Annotated, Any, Literal, TypeAlias
 
-from shmring.engine.flags import NO_OPTION, Flag
+from shmring.service.flags import NO_OPTION, Flag
 
 __all__ = ["MediaIoKwargs", "MediaKind", "MediaLimits", "PictureLimits"]
 

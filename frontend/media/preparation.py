@@ -1,8 +1,8 @@
 """What is prepared: from the files of a request to its media in the slab. Probe, decode, acquire, copy.
 
 This is the second of three rooms (:mod:`shmring.frontend.intake`). Decoders say how much memory all media need. The request
-takes that much of the memory for decoded media (:mod:`shmring.frontend.decoded_memory`), and each medium is decoded into a
-memory file. Only then slots are acquired, for all of them at once, and they are copied there. So a slot is held for as long
+takes that much of the memory for decoded media (:mod:`shmring.frontend.media.decoded_memory`), and each medium is decoded into
+a memory file. Only then slots are acquired, for all of them at once, and they are copied there. So a slot is held for as long
 as copying takes, and a clip that is decoded for a minute keeps no memory of the slab from others.
 
 The event loop never decodes. Processes do that (:mod:`shmring.frontend.media.decoder_pool`), and a medium has one budget of
@@ -31,7 +31,6 @@ import torch
 import shmring
 from shmring.core.loggers import logger_of
 from shmring.engine.client import MediaMemory
-from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import (
     Features,
     InputSpec,
@@ -43,16 +42,17 @@ from shmring.engine.protocol import (
     Waveform,
     checksum_of,
 )
-from shmring.engine.tracing import traced
-from shmring.frontend.decoded_memory import DecodedMemory
+from shmring.frontend.callers.key_usage import hold_slab
 from shmring.frontend.errors import ErrorCode, unavailable
-from shmring.frontend.key_usage import hold_slab
+from shmring.frontend.media.decoded_memory import DecodedMemory
 from shmring.frontend.media.decoder_pool import BudgetSpentError, DecoderDiedError, DecoderPool, Outcome, read_into
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
 from shmring.frontend.media.options import MediaKind
 from shmring.frontend.media.sources import MediaFile, all_of
 from shmring.frontend.settings import FrontendSettings
+from shmring.service.distributions import Distribution
+from shmring.service.tracing import traced
 
 __all__ = ["DecodedMedium", "Preparation", "ProbedMedium"]
 

@@ -16,16 +16,16 @@ from collections.abc import AsyncIterator, Awaitable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
-from shmring.engine.distributions import Distribution
 from shmring.engine.inputs import InputSpec
-from shmring.engine.tracing import traced
-from shmring.frontend.admission import Admitted
+from shmring.frontend.callers.admission import Admitted
+from shmring.frontend.callers.places import Places
 from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.fetch import Fetcher, decode_base64
 from shmring.frontend.media.options import MediaKind
-from shmring.frontend.places import Places
 from shmring.frontend.settings import FrontendSettings, MediaCounts
+from shmring.service.distributions import Distribution
+from shmring.service.tracing import traced
 
 __all__ = ["Arrivals", "MediaFile", "MediaSource", "all_of", "check_counts"]
 
@@ -57,7 +57,7 @@ class MediaSource:
     file: bytes | None = dataclasses.field(default=None, repr=False)
 
     def take_long(self, long_texts: dict[str, bytearray]) -> None:
-        """Takes what was cut out of the request's body (:mod:`shmring.frontend.body_scan`), if the source was."""
+        """Takes what was cut out of the request's body (:mod:`shmring.frontend.http.body_scan`), if the source was."""
         if isinstance(self.url, str) and self.url in long_texts:
             self.url = long_texts.pop(self.url)
         if isinstance(self.base64, str) and self.base64 in long_texts:

@@ -13,8 +13,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from shmring.engine.protocol import ChatMessage, FinishReason, GenerateReply, GenerateRequest, MediumPart, TokenLogprobs
 from shmring.engine.protocol import TextPart as EngineTextPart
-from shmring.frontend.body_scan import MAX_VALUES, has_too_many_values
 from shmring.frontend.errors import ApiError, ErrorCode
+from shmring.frontend.http.body_scan import MAX_VALUES, has_too_many_values
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.generation import (
     MAX_CHARACTERS,

@@ -26,6 +26,7 @@ from msgspec import Meta
 
 from shmring.engine.protocol import Text
 from shmring.frontend.errors import ApiError, ErrorCode
+from shmring.frontend.http.responses import new_id
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.generation import Token
 from shmring.frontend.openai.messages import (
@@ -40,7 +41,6 @@ from shmring.frontend.openai.messages import (
 )
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
-from shmring.frontend.responses import new_id
 
 __all__ = [
     "EMBEDDING_PARSER",

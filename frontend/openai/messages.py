@@ -8,8 +8,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from shmring.frontend.body_scan import LONG_NBYTES, is_cut
 from shmring.frontend.errors import ApiError, ErrorCode
+from shmring.frontend.http.body_scan import LONG_NBYTES, is_cut
 from shmring.frontend.media.options import MediaKind
 from shmring.frontend.media.sources import MediaSource
 

@@ -17,11 +17,11 @@ from msgspec import UNSET, UnsetType
 from shmring.engine.protocol import FinishReason, GenerateReply
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.errors import ApiError, ErrorBody
+from shmring.frontend.http.responses import new_id, random_digits
 from shmring.frontend.openai.chat import ChatLogprob, describe_tokens
 from shmring.frontend.openai.responses_request import Reasoning, ResponsesRequest, TextConfig
 from shmring.frontend.openai.responses_tools import ChatTools, ResponsesTool, ResponsesToolChoice, shown
 from shmring.frontend.openai.text_tokens import TextTokens
-from shmring.frontend.responses import new_id, random_digits
 
 __all__ = ["ResponsesAnswer", "ResponsesEvent", "ResponsesWriter", "number_of", "response_id_of"]
 

@@ -20,12 +20,12 @@ from msgspec import Meta
 
 from shmring.engine.protocol import Text
 from shmring.frontend.errors import ApiError, ErrorCode
+from shmring.frontend.http.responses import new_id
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.embeddings import input_of
 from shmring.frontend.openai.messages import ContentPart, Priority
 from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
-from shmring.frontend.responses import new_id
 
 __all__ = [
     "RERANK_PARSER",

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Scope
 
-from shmring.frontend.callers import caller_of
+from shmring.frontend.callers.caller import caller_of
 from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.openai.input_items import ItemPage, list_items
 from shmring.frontend.openai.messages import MAX_MESSAGES
+from shmring.frontend.openai.response_memory import ResponseMemory
 from shmring.frontend.openai.responses_answer import ResponsesAnswer, number_of, response_id_of
 from shmring.frontend.openai.responses_request import Conversation, InputItem, ResponsesRequest, is_reference
-from shmring.frontend.response_memory import ResponseMemory
 
 __all__ = ["DeletedResponse", "StoredResponses", "account_of"]
 

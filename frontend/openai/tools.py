@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.errors import ApiError, ErrorCode
+from shmring.frontend.http.responses import new_id
 from shmring.frontend.openai.messages import check_length
-from shmring.frontend.responses import new_id
 
 __all__ = [
     "MAX_TOOLS",

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shmring.frontend.serve_process import ServerProcess
+from shmring.frontend.commands.serve_process import ServerProcess
 from tests.clients.tiny_caller import write
 from tests.clients.try_agents import CALL, try_claude_code
 from tests.engine.tiny_models import write_tiny_model

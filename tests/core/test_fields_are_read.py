@@ -22,7 +22,7 @@ SOURCES = {
     str(path.relative_to(ROOT)): path.read_text()
     for ending in ("py", "pyx")
     for path in sorted((ROOT / "shmring").rglob(f"*.{ending}"))
-    if path.relative_to(ROOT).parts[1] not in ("engine", "frontend")
+    if path.relative_to(ROOT).parts[1] not in ("engine", "frontend", "service")
 }
 
 Field = tuple[str, str]

@@ -74,7 +74,7 @@ def test_a_signal_in_the_middle_of_it_is_raised(logger: logging.Logger) -> None:
 
 def test_each_module_logs_in_this_way() -> None:
     """Only these use Python's own loggers: they set what is logged, and log nothing."""
-    theirs = {"shmring/core/loggers.py", "engine/logs.py", "engine/tracing.py", "frontend/media/network.py"}
+    theirs = {"shmring/core/loggers.py", "shmring/service/logs.py", "shmring/service/tracing.py", "frontend/media/network.py"}
     theirs |= {"frontend/media/decoder_process.py"}
     found = {str(path.relative_to(ROOT)) for path in SOURCES if "logging.getLogger(" in path.read_text()}
     assert found == theirs

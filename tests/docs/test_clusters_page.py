@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from shmring.frontend.ray_options import settings_of_arguments
+from shmring.frontend.commands.ray_options import settings_of_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "clusters.md").read_text()

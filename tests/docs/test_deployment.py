@@ -30,12 +30,13 @@ from dockerfile_parse import DockerfileParser
 from jsonschema import validate
 
 from shmring.door import parse_nbytes
-from shmring.engine.option_table import Option
-from shmring.frontend import serve_command, supervisor
-from shmring.frontend.keys import KEYS_VARIABLE
-from shmring.frontend.ray_options import settings_of_arguments
-from shmring.frontend.supervisor import ServeOptions
-from tests.frontend.test_option_places import accepted
+from shmring.frontend.callers.keys import KEYS_VARIABLE
+from shmring.frontend.commands import serve as serve_command
+from shmring.frontend.commands.ray_options import settings_of_arguments
+from shmring.frontend.processes import supervisor
+from shmring.frontend.processes.supervisor import ServeOptions
+from shmring.service.option_table import Option
+from tests.frontend.commands.test_option_places import accepted
 from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,10 +12,16 @@ import pytest
 
 import shmring
 from shmring.engine.metrics import EngineMetrics, EngineTimes
+from shmring.frontend.callers.key_usage import KeyStatistics
 from shmring.frontend.intake import IntakeStatistics
-from shmring.frontend.key_usage import KeyStatistics
 from shmring.frontend.media.decoder_pool import DecoderStatistics
-from shmring.frontend.metrics import AnswerStatistics, EngineNumbers, FrontendMetrics, HttpStatistics, ProcessStatistics
+from shmring.frontend.operator.metrics import (
+    AnswerStatistics,
+    EngineNumbers,
+    FrontendMetrics,
+    HttpStatistics,
+    ProcessStatistics,
+)
 from tests.pages import load_maker
 from tests.tables import for_each
 
@@ -96,7 +102,7 @@ def test_a_row_that_was_written_by_hand_is_refused_and_not_deleted(tmp_path: Pat
     assert row in page
     (tmp_path / "metrics.md").write_text(page.replace(row, f"| `shmring_http_naps_total` | counter | naps | taken |\n{row}"))
     monkeypatch.setattr(make_metrics, "PAGE", tmp_path / "metrics.md")
-    with pytest.raises(LookupError, match=r"no number is called shmring_http_naps_total\..* frontend/counted\.py"):
+    with pytest.raises(LookupError, match=r"no number is called shmring_http_naps_total\..* frontend/operator/counted\.py"):
         make_metrics.make_page()
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shmring.frontend.cli import main as shmring
-from shmring.frontend.counted import COUNTED
+from shmring.frontend.commands.serve import serve
 from shmring.frontend.errors import ErrorCode
-from shmring.frontend.serve_command import serve
+from shmring.frontend.operator.counted import COUNTED
 from tests.pages import load_maker
 from tests.tables import for_each
 
@@ -77,7 +77,7 @@ def test_each_warning_and_error_of_the_log_has_a_row() -> None:
 def test_each_last_message_has_a_row() -> None:
     written = {
         as_shown(node.args[0])
-        for node in ast.walk(ast.parse((ROOT / "frontend/supervisor.py").read_text()))
+        for node in ast.walk(ast.parse((ROOT / "frontend/processes/supervisor.py").read_text()))
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) == "ServeError"
         and isinstance(node.args[0], ast.JoinedStr | ast.Constant)

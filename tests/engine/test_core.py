@@ -25,7 +25,6 @@ from shmring.engine.client import EngineClient
 from shmring.engine.core import EngineCore
 from shmring.engine.described_requests import describe_ended
 from shmring.engine.executors.interface import ExecutorDeadError, StepInput, StepOutput
-from shmring.engine.logs import concerned
 from shmring.engine.protocol import (
     ChatMessage,
     EncodeReply,
@@ -41,6 +40,7 @@ from shmring.engine.protocol import (
 )
 from shmring.engine.request import EndedRequest
 from shmring.engine.scheduler import SchedulerConfig
+from shmring.service.logs import concerned
 from tests.engine.counting import Counter
 from tests.tables import for_each
 

@@ -21,8 +21,8 @@ from shmring.engine.__main__ import main
 from shmring.engine.client import EngineClient
 from shmring.engine.protocol import ChatMessage, EncodeRequest, GenerateReply, GenerateRequest, SamplingParams, Text, TextPart
 from shmring.engine.settings import EngineSettings
-from shmring.engine.supervision import DRAIN_SIGNAL, Orders
 from shmring.processes.process import Process
+from shmring.service.supervision import DRAIN_SIGNAL, Orders
 from tests.nursery import Forked, Nursery
 from tests.tables import for_each
 

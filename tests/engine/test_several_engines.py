@@ -13,8 +13,8 @@ import pytest
 import shmring
 from shmring.engine.client import EngineClient
 from shmring.engine.protocol import Calls, EngineRequestPayload, GenerateReply, GenerateRequest, InputSpec, ModelDescription
-from shmring.frontend.health import HealthReporter
 from shmring.frontend.media.decoder_pool import DecoderStatistics
+from shmring.frontend.operator.health import HealthReporter
 
 NAMES = ["engine-0", "engine-1"]
 QUESTION = GenerateRequest([])

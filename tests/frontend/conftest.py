@@ -40,7 +40,7 @@ from shmring.engine.protocol import (
     PictureSpec,
 )
 from shmring.frontend.app import create_app
-from shmring.frontend.http_protocol import BoundedHttpProtocol
+from shmring.frontend.http.protocol import BoundedHttpProtocol
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.settings import FrontendSettings
 from tests.frontend.talking import MODEL, Talk, say_yes

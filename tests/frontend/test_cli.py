@@ -1,4 +1,4 @@
-"""The command line: what is there, what it costs, and what becomes another program. ``serve`` is in test_serve_command.py."""
+"""The command line: what is there, what it costs, and what becomes another program. ``serve`` is in commands/test_serve.py."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ RIGHT = [["--help"], ["--version"], ["serve", "--help"], ["engine", "--help"], [
 
 def test_help_and_bad_options_are_answered_before_anything_large_is_imported() -> None:
     program = (
-        "import sys; from click.testing import CliRunner; from frontend.cli import main\n"
+        "import sys; from click.testing import CliRunner; from shmring.frontend.cli import main\n"
         f"for arguments in {RIGHT + WRONG}:\n"
         "    print(CliRunner().invoke(main, arguments).exit_code, end=' ')\n"
         "print(sorted({'torch', 'numpy', 'PIL', 'av', 'uvicorn', 'starlette', 'transformers'} & set(sys.modules)))"

@@ -23,8 +23,8 @@ from shmring.engine.protocol import (
     ModelDescription,
     SoundSpec,
 )
-from shmring.engine.vllm_options import ADVICE, OF_ITS_ENGINE
-from shmring.frontend.serve_command import serve
+from shmring.frontend.commands.serve import serve
+from shmring.service.vllm_options import ADVICE, OF_ITS_ENGINE
 from tests.pages import load_maker
 from tests.tables import for_each
 

@@ -11,8 +11,8 @@ import httpx
 from starlette.responses import PlainTextResponse
 
 import shmring
-from shmring.frontend.cross_origin import CrossOrigin
 from shmring.frontend.documentation import openapi_document
+from shmring.frontend.http.cross_origin import CrossOrigin
 from shmring.frontend.settings import CorsSettings, FrontendSettings
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]

@@ -64,7 +64,7 @@ def test_with_all_extras_it_is_the_command() -> None:
 
 
 def test_a_module_of_no_extra_that_is_missing_is_our_own_failure() -> None:
-    done = run_without("shmring.engine.option_types", "--help")
+    done = run_without("shmring.service.option_types", "--help")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
 

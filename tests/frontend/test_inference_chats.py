@@ -25,7 +25,7 @@ from shmring.engine.protocol import (
     TextPart,
 )
 from shmring.engine.scheduler import SchedulerConfig
-from shmring.frontend.admission import Admitted
+from shmring.frontend.callers.admission import Admitted
 from shmring.frontend.inference import Inference
 from tests.frontend.talking import OpenTalk, alone, data_events
 

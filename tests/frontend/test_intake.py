@@ -31,7 +31,7 @@ from shmring.engine.protocol import (
     checksum_of,
     tensor_of,
 )
-from shmring.frontend.admission import Admission, Admitted
+from shmring.frontend.callers.admission import Admission, Admitted
 from shmring.frontend.errors import ApiError
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.media.fetch import FetchSettings

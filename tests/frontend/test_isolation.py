@@ -14,8 +14,8 @@ from bench.isolation.attacks import EMBEDDING_ATTACKS
 from shmring.engine.executors.fingerprints import FingerprintsExecutor
 from shmring.engine.executors.interface import StepInput
 from shmring.engine.protocol import EncodeRequest, Picture, Text
-from shmring.frontend.bodies import BodyReader, BodyShare
 from shmring.frontend.errors import ApiError
+from shmring.frontend.http.bodies import BodyReader, BodyShare
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, EmbeddingInputs, EmbeddingRequest, encode_response
 from shmring.frontend.settings import FrontendSettings
 from tests.tables import for_each

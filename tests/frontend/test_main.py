@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import shmring
-from shmring.engine.supervision import FrontendState, Orders
 from shmring.frontend.settings import ProcessSettings
 from shmring.processes.process import Process
+from shmring.service.supervision import FrontendState, Orders
 
 pytestmark = pytest.mark.slow  # each starts a frontend
 

@@ -71,8 +71,8 @@ from shmring.core.messages import (
 )
 from shmring.core.states import RequestEvent
 from shmring.errors import RemoteProtocolError, ShmringError, StaleDescriptorError
-from shmring.frontend.body_scan import LONG_NBYTES, BodyScan
 from shmring.frontend.errors import ApiError
+from shmring.frontend.http.body_scan import LONG_NBYTES, BodyScan
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.image import probe
 from shmring.frontend.media.mp4 import check_tables

@@ -66,29 +66,48 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "shmring.request_options",
         # an actor of Ray hosts an engine
         *("shmring.engine.core", "shmring.engine.executors", "shmring.engine.executors.interface", "shmring.engine.scheduler"),
-        *("shmring.engine.protocol", "shmring.engine.counted", "shmring.engine.distributions", "shmring.engine.metrics"),
-        *("shmring.engine.logs", "shmring.engine.settings", "shmring.engine.tracing"),
+        *("shmring.engine.protocol", "shmring.engine.counted", "shmring.engine.metrics", "shmring.engine.settings"),
+        "shmring.service",
         "shmring.transport.liveness",  # it ends with its replica's process
     ),
 }
+# What each process of a server has, whatever it serves.
+ALLOWED["shmring.service"] = ("shmring.errors", "shmring.door", "shmring.core.loggers", "shmring.core.printable")
 PARTS = ("shmring", *ALLOWED)
+OF_THE_ENGINE = tuple(
+    f"shmring.engine.{name}" for name in ("client", "counted", "inputs", "options", "picture_processor", "protocol", "settings")
+)
 ALLOWED |= {
     "shmring": PARTS,
     "shmring.engine": PARTS,
-    "shmring.frontend": (
-        *PARTS,
-        *(
-            f"shmring.engine.{name}"
-            for name in ("client", "counted", "distributions", "inputs", "picture_processor", "protocol")
-        ),
-        # of processes, not of requests
-        *(
-            f"shmring.engine.{name}"
-            for name in ("flags", "option_table", "option_types", "options", "settings", "vllm_options")
-        ),
-        *(f"shmring.engine.{name}" for name in ("supervision", "logs", "loop_lag", "tracing")),
-    ),
+    "shmring.frontend": (*PARTS, *OF_THE_ENGINE),
     "bench": (*PARTS, "shmring.engine", "shmring.frontend"),
+}
+
+# The frontend's folders, and the modules beside them. Each may import those before it, and what is named for it: single modules
+# that know nothing of their folder.
+FRONTEND: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "settings": ("callers.keys", "media.fetch", "media.options"),
+    "http": ("anthropic.errors",),
+    "options": ("callers.keys",),
+    "callers": (),
+    "media": (),
+    "openai": (),
+    "anthropic": (),
+    "intake": (),
+    "operator": (),
+    "served_model": (),
+    "inference": (),
+    "documentation": (),
+    "app": (),
+    "processes": (),
+    "__main__": (),
+    "commands": (),
+    "ray": (),
+    "demo": (),
+    "cli": (),
+    "entry_point": (),
 }
 
 # Where parts are handed what they use, and know no type of who has them.
@@ -225,6 +244,22 @@ def test_nothing_imports_upward(path: Path) -> None:
     for name in imports(path) - given:
         if name.split(".")[0] in OURS:
             assert part_of(name) in allowed or name in allowed, f"{source_name(path)} imports {name}"
+
+
+def folder_of(module: str) -> str:
+    """The folder of the frontend, or the module beside its folders, that a module of it is in."""
+    return module.removeprefix("shmring.frontend").split(".")[1] if module.startswith("shmring.frontend.") else ""
+
+
+def test_each_folder_of_the_frontend_imports_what_stands_before_it() -> None:
+    paths = {module_name(path): path for path in SOURCES if folder_of(module_name(path))}
+    assert {folder_of(module) for module in paths} == set(FRONTEND)
+    for module, path in paths.items():
+        names = list(FRONTEND)
+        before = {*names[: names.index(folder_of(module)) + 1]}
+        named = {f"shmring.frontend.{name}" for name in FRONTEND[folder_of(module)]}
+        upward = {name for name in imports(path) if folder_of(name) and folder_of(name) not in before} - named
+        assert upward == set(), f"{source_name(path)} imports {sorted(upward)}"
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -26,7 +26,7 @@ from shmring.engine.core import EngineCore
 from shmring.engine.executors.interface import ExecutorOptions
 from shmring.engine.executors.synthetic import SyntheticExecutor
 from shmring.frontend.app import create_app
-from shmring.frontend.server import Server
+from shmring.frontend.processes.server import Server
 from shmring.frontend.settings import FrontendSettings
 
 from . import meter

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 import shmring
-from shmring.engine.supervision import DRAIN_SIGNAL
+from shmring.service.supervision import DRAIN_SIGNAL
 from tests.integration.test_http_server import SAMPLES, Server, lives, messages_of, serving
 from tests.segments import own_name, segments_of
 

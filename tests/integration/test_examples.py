@@ -22,7 +22,7 @@ import torch
 
 import shmring
 import shmring.threads
-from shmring.frontend.serve_process import ServerProcess
+from shmring.frontend.commands.serve_process import ServerProcess
 from shmring.processes.process import Process
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -28,7 +28,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from shmring.frontend.app import _METRICS_AGE_S
-from shmring.frontend.serve_process import ServerProcess
+from shmring.frontend.commands.serve_process import ServerProcess
 from tests.segments import own_name, segments_of
 from tests.waiting import until
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shmring.frontend.serve_process import ServerProcess
+from shmring.frontend.commands.serve_process import ServerProcess
 from tests.segments import own_name
 
 ROOT = Path(__file__).resolve().parents[2]

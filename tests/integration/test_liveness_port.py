@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shmring.frontend.serve_process import ServerProcess
+from shmring.frontend.commands.serve_process import ServerProcess
 
 pytestmark = pytest.mark.slow  # it starts servers
 LIMIT_S = 90.0

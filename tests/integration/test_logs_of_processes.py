@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shmring.frontend.serve_process import ServerProcess
+from shmring.frontend.commands.serve_process import ServerProcess
 from tests.waiting import until
 
 pytestmark = pytest.mark.slow  # it starts a server

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import yaml
 
-from shmring.frontend.serve_process import ServerProcess
+from shmring.frontend.commands.serve_process import ServerProcess
 from tests.pages import load_maker
 from tests.waiting import until
 

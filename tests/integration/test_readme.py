@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shmring.frontend.serve_process import ServerProcess
+from shmring.frontend.commands.serve_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from shmring.frontend.serve_process import PROGRAM
+from shmring.frontend.commands.serve_process import PROGRAM
 
 pytestmark = pytest.mark.slow  # it starts servers
 LIMIT_S = 90.0

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shmring.frontend.serve_process import ServerError, ServerProcess
-from shmring.frontend.supervisor import Serving
+from shmring.frontend.commands.serve_process import ServerError, ServerProcess
+from shmring.frontend.processes.supervisor import Serving
 from shmring.processes.process import Process
 
 # Names of ours, of what we import, and of what the interpreter and torch import.

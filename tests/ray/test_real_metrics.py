@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from shmring.engine.counted import OF_ENGINES, EngineNumbers
-from shmring.engine.distributions import Distribution
 from shmring.engine.protocol import EncodeReply, EncodeRequest, Text
 from shmring.integrations.ray import EngineActor
+from shmring.service.distributions import Distribution
 from tests.ray.actors import Caller, handler
 from tests.ray.conftest import Nodes
 from tests.waiting import until

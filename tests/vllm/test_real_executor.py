@@ -24,7 +24,7 @@ import pytest
 
 from bench.servers import picture as data_url
 from bench.vllm.server import QUIET_ENVIRONMENT
-from shmring.frontend.serve_process import ServerProcess
+from shmring.frontend.commands.serve_process import ServerProcess
 from tests.segments import own_name, segments_of
 from tests.vllm.hosted import ENGINE, SIDE, TEXTS, TOKENS, write_model
 

@@ -5,8 +5,8 @@ for it, and an engine that does nothing pays for its gauges only: Ray forgets on
 intervals. Names and meanings are those of :data:`~shmring.engine.counted.OF_ENGINES`; labels are ``node`` and ``engine``. Ray
 puts ``ray_`` before each name.
 
-A histogram of Ray's takes values, and an engine has counts of them (:class:`~shmring.engine.distributions.Distribution`). So it
-is given the middle of a bucket as often as a value has come that lies there. Ray itself passes on no more than that.
+A histogram of Ray's takes values, and an engine has counts of them (:class:`~shmring.service.distributions.Distribution`). So
+it is given the middle of a bucket as often as a value has come that lies there. Ray itself passes on no more than that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from shmring.engine.counted import OF_ENGINES, Counted, EngineNumbers
-from shmring.engine.distributions import TIMES_S, Distribution
+from shmring.service.distributions import TIMES_S, Distribution
 
 __all__ = ["Reporter", "keep_reporting"]
 

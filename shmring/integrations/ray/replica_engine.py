@@ -20,11 +20,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from shmring.engine.core import EngineCore
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import ExecutorOptions
-from shmring.engine.logs import configure_logging
 from shmring.engine.settings import EngineSettings
-from shmring.engine.tracing import start_tracing, stop_tracing
 from shmring.integrations.ray.directory import NAMESPACE, Where, actor_name
 from shmring.integrations.ray.engine import HostedEngine
+from shmring.service.logs import configure_logging
+from shmring.service.tracing import start_tracing, stop_tracing
 from shmring.transport.liveness import ProcessId
 
 __all__ = ["start_engine"]

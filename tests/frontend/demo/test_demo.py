@@ -17,11 +17,11 @@ import pytest
 from rich.console import Console
 
 from shmring.frontend import demo
+from shmring.frontend.commands.serve import without_options
+from shmring.frontend.commands.serve_process import ServerError, ServerProcess
 from shmring.frontend.demo import transport
 from shmring.frontend.demo.client import Answer
 from shmring.frontend.demo.media import Sample
-from shmring.frontend.serve_command import without_options
-from shmring.frontend.serve_process import ServerError, ServerProcess
 from shmring.processes.process import Process
 from tests.tables import for_each
 

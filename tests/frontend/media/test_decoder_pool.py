@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shmring.engine.inputs import InputSpec, PictureSpec, VideoSpec
-from shmring.frontend.callers import caller
+from shmring.frontend.callers.caller import caller
 from shmring.frontend.media import decoder_pool
 from shmring.frontend.media.decoder_pool import BudgetSpentError, DecoderDiedError, DecoderPool, _Places
 from shmring.frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed

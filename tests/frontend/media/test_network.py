@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from shmring.frontend.callers import caller
+from shmring.frontend.callers.caller import caller
 from shmring.frontend.media import network
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.network import Connector, RemoteClient, is_acceptable, parse_networks

@@ -20,7 +20,7 @@ from PIL import Image
 
 import shmring
 from shmring.engine.protocol import Feature, Features, InputSpec, Medium, Picture, PictureSpec, ProcessorSpec
-from shmring.frontend.admission import Admission
+from shmring.frontend.callers.admission import Admission
 from shmring.frontend.errors import ApiError
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.media.decoder_pool import DecoderPool, Outcome

@@ -1,0 +1,1 @@
+"""What the command ``shmring`` does (:mod:`shmring.frontend.cli`), and ``shmring serve`` as a process."""

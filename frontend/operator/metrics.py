@@ -1,0 +1,231 @@
+"""The numbers of a server, for Prometheus: those of its frontends, and those of its engines.
+
+A request is counted in plain records (:class:`HttpStatistics` and others), which costs a quarter of a microsecond a value. Five
+times a second, and for each scrape, :class:`FrontendMetrics` takes over what has come since. ``prometheus_client`` itself
+would take ten microseconds of each request.
+
+Several frontends share one port, so a scrape may reach any of them. Under the supervisor, ``prometheus_client`` therefore
+runs in its multi-process mode (:mod:`shmring.frontend.operator.number_files`), and each frontend answers for all. For each
+scrape, the engines' numbers are fetched. Of several engines, all of this has the label ``engine``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import itertools
+import operator
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+import shmring
+from shmring.engine.counted import OF_ENGINES, EngineNumbers
+from shmring.frontend.callers.key_usage import KeyStatistics
+from shmring.frontend.intake import IntakeStatistics
+from shmring.frontend.operator.counted import COUNTED, Counted
+from shmring.frontend.operator.number_files import DIRECTORY_VARIABLE
+from shmring.service.distributions import TIMES_S, Distribution
+from shmring.service.logs import dropped_lines
+
+__all__ = ["AnswerStatistics", "EngineNumbers", "FrontendMetrics", "HttpStatistics", "ProcessStatistics"]
+
+_BOUNDS = (*map(str, TIMES_S), "+Inf")
+
+
+@dataclasses.dataclass(slots=True)
+class HttpStatistics:
+    """A frontend's requests. What has labels is by route, by route and status, or by route and reason.
+
+    Attributes:
+        in_flight: requests being answered, those that wait for their turn included.
+        requests: requests by route and status; 499 are those that hung up.
+        seconds: how long they took.
+        aborted: requests that hung up, or stopped reading, before their answer was complete.
+        broken_streams: answers that ended with an error after they had begun, by its code. Their status was 200 by then.
+        failures: requests that got an error, broken streams included, by route and code.
+        key_requests: requests of keys that have an owner, by its name and by status.
+    """
+
+    in_flight: int = 0
+    requests: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+    seconds: dict[tuple[str, ...], Distribution] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(Distribution)
+    )
+    aborted: int = 0
+    broken_streams: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+    failures: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+    key_requests: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+
+
+@dataclasses.dataclass(slots=True)
+class AnswerStatistics:
+    """A frontend's answers and embeddings; times in seconds.
+
+    Attributes:
+        first_token: from the end of a request's body to the first token of its answer, or the first part that was sent.
+        inter_token: between two tokens of an answer.
+        whole: from the end of a request's body to the last part of its answer.
+        success: answers by the reason why they ended.
+    """
+
+    first_token: Distribution = dataclasses.field(default_factory=Distribution)
+    inter_token: Distribution = dataclasses.field(default_factory=Distribution)
+    whole: Distribution = dataclasses.field(default_factory=Distribution)
+    success: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+
+
+@dataclasses.dataclass(slots=True)
+class ProcessStatistics:
+    """A frontend's process.
+
+    Attributes:
+        log_lines_dropped: lines of its log that nobody read, or that could not be written.
+        loop_lag_seconds: how late its loop was at most, in the last 15 to 30 s.
+    """
+
+    log_lines_dropped: int = 0
+    loop_lag_seconds: float = 0.0
+
+
+class _EngineCollector(Collector):
+    """The engines' numbers."""
+
+    def __init__(self, numbers: Mapping[str, EngineNumbers | None], keys: Collection[str]) -> None:
+        self._numbers = numbers
+        self._keys = keys
+
+    def collect(self) -> Iterator[Any]:
+        names = _labels(self._numbers)
+        families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+        for counted in OF_ENGINES:
+            family: Any = families[counted.kind](counted.name, counted.help, labels=[*names, *counted.labels])
+            for engine, numbers in self._numbers.items():
+                labels = [engine] if names else []
+                value = numbers.of(counted) if numbers is not None else None if counted.source else 0.0
+                if isinstance(value, Distribution):
+                    counts = itertools.accumulate(value.counts)
+                    family.add_metric(labels, list(zip(_BOUNDS, counts, strict=True)), value.total)
+                elif isinstance(value, dict):
+                    for label, each in value.items():
+                        if counted.labels != ("key",) or label in self._keys:  # others are addresses: any number of them
+                            family.add_metric([*labels, label], each)
+                elif value is not None:
+                    family.add_metric(labels, value)
+            if family.samples:
+                yield family
+
+
+def _labels(engines: Collection[str]) -> list[str]:
+    """The label that tells engines apart, where there are several."""
+    return ["engine"] if len(engines) > 1 else []
+
+
+class _AddedHistogram(Histogram):
+    """A histogram that is given counts, not values."""
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Adds counts of values, and their sum. What the base class keeps for each bound is the same."""
+        for bucket, count in zip(self._buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
+        self._sum.inc(total)
+
+
+class FrontendMetrics:
+    """A frontend's numbers.
+
+    Args:
+        engines: their names. If there are several, numbers of the clients of each have the name as a label.
+        keys: names of the owners of keys.
+
+    Attributes:
+        http: its requests.
+        answers: its answers.
+        keys: what the owners of keys use.
+        process: its process.
+    """
+
+    def __init__(self, engines: Collection[str], keys: Collection[str] = ()) -> None:
+        self._keys = frozenset(keys)
+        self.http = HttpStatistics()
+        self.answers = AnswerStatistics()
+        self.keys = KeyStatistics()
+        self.process = ProcessStatistics()
+        self._labels = _labels(engines)
+        self._seen: dict[tuple[str, ...], Any] = {}
+        self.registry = CollectorRegistry()
+        self._metrics = {counted.name: self._made(counted) for counted in COUNTED if counted not in OF_ENGINES}
+
+    def _made(self, counted: Counted) -> Any:
+        labels = self._labels if counted.source.startswith("client.") else counted.labels
+        if counted.kind == "histogram":
+            return _AddedHistogram(counted.name, counted.help, labels, buckets=TIMES_S, registry=self.registry)
+        if counted.kind == "counter":
+            return Counter(counted.name, counted.help, labels, registry=self.registry)
+        mode = counted.across_frontends
+        return Gauge(counted.name, counted.help, labels, registry=self.registry, multiprocess_mode=mode)
+
+    def take_over(self, engine: str, statistics: shmring.ClientStatistics) -> None:
+        """Updates the numbers of the client of an engine."""
+        self._take_over("client", statistics, (engine,) if self._labels else (), engine)
+
+    def take_over_own(self, media: IntakeStatistics | None = None) -> None:
+        """Updates the numbers of requests, answers, media and the process."""
+        self.process.log_lines_dropped = dropped_lines()
+        self._take_over("process", self.process)
+        self._take_over("http", self.http)
+        self._take_over("answers", self.answers)
+        self._take_over("keys", self.keys)
+        if media is not None:
+            self._take_over("intake", media)
+
+    def _take_over(self, source: str, statistics: object, labels: tuple[str, ...] = (), engine: str = "") -> None:
+        for counted in COUNTED:
+            whose, _, field = counted.source.partition(".")
+            if whose != source:
+                continue
+            value = operator.attrgetter(field)(statistics)
+            for key, part in value.items() if counted.labels else [(labels, value)]:
+                self._update(counted, key, part, (counted.name, engine, *key))
+
+    def _update(self, counted: Counted, labels: tuple[str, ...], value: Any, seen: tuple[str, ...]) -> None:
+        metric = self._metrics[counted.name]
+        if counted.kind == "gauge":
+            (metric.labels(*labels) if labels else metric).set(value)
+            return
+        now = (*value.counts, value.total) if isinstance(value, Distribution) else (value,)
+        before = self._seen.get(seen)
+        if now == before:
+            return  # most have not changed, and looking a metric up takes longer than this
+        self._seen[seen] = now
+        *counts, total = map(operator.sub, now, before) if before else now
+        metric = metric.labels(*labels) if labels else metric
+        if isinstance(value, Distribution):
+            metric.add(counts, total)
+        else:
+            metric.inc(total)
+
+    async def render(self, engine_numbers: Mapping[str, EngineNumbers | None]) -> bytes:
+        """Returns all numbers as Prometheus reads them.
+
+        Args:
+            engine_numbers: the numbers of each engine; None for one that does not answer.
+        """
+        return await asyncio.to_thread(self._render, engine_numbers)  # it reads files
+
+    def _render(self, engine_numbers: Mapping[str, EngineNumbers | None]) -> bytes:
+        registry = self.registry
+        if DIRECTORY_VARIABLE in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # it ships no annotation for this
+        engine = CollectorRegistry()
+        engine.register(_EngineCollector(engine_numbers, self._keys))
+        return prometheus_client.generate_latest(registry) + prometheus_client.generate_latest(engine)

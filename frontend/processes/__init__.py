@@ -1,0 +1,1 @@
+"""The processes of a server: the supervisor, what it starts, and how each of them begins and ends."""
