@@ -22,7 +22,7 @@
 #   make instructions counts the instructions of a message, beside an earlier commit, and compares times (apt install valgrind); three minutes
 #   make verify   has spin search the protocols of sleeping and waking for lost wake-ups (apt install spin); three minutes
 #   make sanitize the compiled core's tests under the compiler's sanitizers: addresses, undefined behaviour, threads
-#   make guards   takes each guard of docs/guarantees.md away, and looks whether the check that is named for it notices: who does, and how long
+#   make guards   takes each guard of a guarantee away, and looks whether the check that is named for it notices: who does, and how long
 #                 that takes
 #   make mutants  the same with the other faults of the table in tests/mutants/: of all kinds, in the compiled core and the Python around it
 #   make fuzz     everything that takes bytes from others, a minute each (FUZZ_SECONDS=60), with atheris; then the compiled core under

@@ -1,4 +1,6 @@
-"""docs/compatibility.md, made of the tables below: ``python docs/make_compatibility.py`` writes it.
+"""The tables of docs/compatibility.md, made of those below: ``python docs/make_compatibility.py`` writes them.
+
+What stands before the first of them is written by hand, in the page.
 
 ``tests/frontend/test_compatibility.py`` asks the application whether each row is true. The names are those of vLLM 0.32.0: its
 routes, and the fields of its requests' types.
@@ -26,27 +28,10 @@ from shmring.service.vllm_options import ADVICE, OF_ITS_ENGINE
 
 PAGE = Path(__file__).with_name("compatibility.md")
 
-_INTRODUCTION = """\
-# What of vLLM's server is here
-
-The routes and fields of vLLM 0.32's OpenAI-compatible server, and what `shmring serve` makes of them. This page is made by
-`python docs/make_compatibility.py`. A test asks the server whether each row is true.
-
-| word | meaning |
-|---|---|
-| works | it has the effect that it has in vLLM |
-| taken | it has no effect on answers, in vLLM neither |
-| refused | only the values in the last column are taken, which change nothing. Others are a 400: `unsupported_value` |
-| named | it is ignored, and the header `X-Shmring-Ignored-Fields` names it. So is every field that is in no table here |
-| not there | a 404 |
-
-A field that can be left out has no effect as `null`.
-"""
-
 #: Routes of vLLM that are here.
 ROUTES = {
     "GET /health": "a body says why not, if the engine is not well",
-    "GET /metrics": "the names of vLLM with `shmring_` where a number has its meaning ([metrics.md](metrics.md))",
+    "GET /metrics": "vLLM's names with `shmring_` where a number has its meaning ([all](reference.md#get-metrics))",
     "GET /openapi.json": "",
     "GET /docs": "",
     "GET /v1/models": "also one model: `GET /v1/models/NAME`",
@@ -315,7 +300,7 @@ _SPEECH_REFUSED = {
     "watermarking": "true",
 }
 _SPEECH_NOTES = {
-    "file": "any recording that [media.md](media.md) names",
+    "file": "any recording of the [formats](#formats) above",
     "prompt": "before the first window of 30 s",
     "response_format": "`json`, `text`, `srt`, `verbose_json` and `vtt`; a stream has `json`",
     "stream_include_usage": "the last event always has the usage",
@@ -646,10 +631,12 @@ FIELDS = {
 
 
 def make_page() -> str:
-    """Returns the page's text."""
+    """Returns the page's text: what stands before the tables now, and new tables."""
+    by_hand, heading, _ = PAGE.read_text().partition("## Routes\n")
+    assert heading
     here = [(f"`{route}`", "works", note) for route, note in ROUTES.items()]
     missing = [(f"`{route}`", "not there", note) for route, note in MISSING_ROUTES.items()]
-    sections = [_INTRODUCTION, f"## Routes\n\n{_table('route', here + missing)}"]
+    sections = [f"{by_hand}## Routes\n\n{_table('route', here + missing)}"]
     there = [(f"`{option}`", "works", note) for option, note in sorted(OPTIONS.items())]
     advice = [(f"`--{name}`", "refused", text) for name, text in sorted(ADVICE.items())]
     sections.append(f"## Options of `vllm serve`\n\n{_table('option', there + advice)}\n{_OF_THE_ENGINE}")
@@ -669,8 +656,12 @@ def _rows(fields: Fields) -> list[tuple[str, str, str]]:
 
 
 def _table(first: str, rows: list[tuple[str, str, str]]) -> str:
+    """Returns a table in which names of which the same is said share a row."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, *said in rows:
+        names.setdefault((said[0], said[1]), []).append(name)
     lines = [f"| {first} | here | |", "|---|---|---|"]
-    lines.extend(f"| {' | '.join(row)} |" for row in rows)
+    lines.extend(f"| {', '.join(same)} | {' | '.join(said)} |" for said, same in names.items())
     return "\n".join(lines) + "\n"
 
 

@@ -57,7 +57,7 @@ REFERENCE = {
         "GenerateReply TokenLogprobs",
     ),
 }
-ELSEWHERE = {"threads", "__version__"}  # of shmring: docs/threads.md says what differs in threads
+ELSEWHERE = {"threads", "__version__"}  # of shmring: docs/api.md says what differs in threads
 
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"(\s*)(```+|~~~+)")

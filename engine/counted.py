@@ -1,4 +1,4 @@
-"""The table of an engine's numbers, wherever they are shown: in ``GET /metrics``, on docs/metrics.md, in a Ray cluster.
+"""The table of an engine's numbers, wherever they are shown: in ``GET /metrics``, on docs/reference.md, in a Ray cluster.
 
 Where a number has vLLM's meaning, it has vLLM's name with our prefix. The bounds of histograms are our own: many answers take a
 few milliseconds here.

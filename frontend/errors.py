@@ -3,7 +3,7 @@
 ``{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}``, for every error of every route, so that clients made
 for that API show the message instead of a parse error of their own.
 
-What a caller can get is :class:`ErrorCode`, and nothing else; ``docs/errors.md`` shows it.
+What a caller can get is :class:`ErrorCode`, and nothing else; ``docs/reference.md`` shows it.
 
 503 means that the same request may succeed a moment later, 413 that it never will, and 504 that a second try would most likely
 take as long. All have OpenAI's error envelope. A caller that hangs up gets nothing, and its request is aborted.

@@ -154,7 +154,7 @@ def _advice(name: str, option: Option | None) -> str:
         return f"Ray Serve shows arguments to others; use the variable {_KEYS[str(option.name)]}"
     if name in _OF_SERVE:
         return _OF_SERVE[name]
-    return advice_for(name, _BY_NAME) or "docs/settings.md has the options of `shmring serve`"
+    return advice_for(name, _BY_NAME) or "docs/reference.md has the options of `shmring serve`"
 
 
 def _flag(option: Option, name: str, value: Any) -> Iterator[str]:

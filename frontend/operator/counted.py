@@ -1,4 +1,4 @@
-"""The table of all numbers of a server. ``/metrics`` and the page docs/metrics.md are made from it.
+"""The table of all numbers of a server. ``/metrics`` and the page docs/reference.md are made from it.
 
 Those of its engines stand in a table of their own (``engine/counted.py``).
 """
@@ -191,7 +191,7 @@ COUNTED = (
         "counter",
         "media",
         "decoded and not kept, since callers send more in turn than can be kept "
-        "([why](kept-content.md#when-more-is-sent-than-can-be-kept))",
+        "([why](guarantees.md#when-more-is-sent-than-can-be-kept))",
         "intake.passed_over",
     ),
     Counted("shmring_frontend_kept_pins", "gauge", "media", "that the engine keeps and frontends use now", "client.kept_pins"),

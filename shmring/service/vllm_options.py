@@ -67,7 +67,7 @@ OF_ITS_ENGINE = frozenset(
         *("trust-remote-code", "worker-cls"),
     }
 )
-_THEIRS = "it is for vLLM's engine; what the executor takes is written in --executor-options (docs/settings.md)"
+_THEIRS = "it is for vLLM's engine; what the executor takes is written in --executor-options (docs/reference.md)"
 
 _MOST = 2**31
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")

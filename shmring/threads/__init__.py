@@ -2,7 +2,7 @@
 
 ``serve`` and ``connect`` run the event loop of the ring or client in a thread of its own; ``join``, the side of a worker, needs
 none. The names, the arguments and the errors are those of :mod:`shmring`; calls that are awaited there block here, with a
-``timeout`` in seconds. ``docs/threads.md`` lists what differs.
+``timeout`` in seconds. ``docs/api.md`` lists what differs.
 """
 
 from shmring.threads.client import Client, EngineConnection, Kept, Slot, Submission

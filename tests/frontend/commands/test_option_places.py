@@ -58,8 +58,8 @@ EXAMPLES = {
 
 
 @pytest.fixture(scope="module")
-def make_settings() -> ModuleType:
-    return load_maker("make_settings")
+def make_reference() -> ModuleType:
+    return load_maker("make_reference")
 
 
 def run(*arguments: str, **environment: str) -> tuple[Result, ServeOptions | None]:
@@ -141,9 +141,9 @@ def test_each_option_means_the_same_in_all_places(example_of: Any, tmp_path: Pat
             assert accepted(*rest, f"--config={file}") == given, name
 
 
-def test_help_and_page_say_the_same_of_each_option(make_settings: ModuleType) -> None:
+def test_help_and_page_say_the_same_of_each_option(make_reference: ModuleType) -> None:
     output = " ".join(CliRunner().invoke(serve_command.serve, ["--help"], terminal_width=100).output.split())
-    page = make_settings.PAGE.read_text().partition("## `shmring serve`")[2].partition("\n## ")[0]
+    page = make_reference.PAGE.read_text().partition("### `shmring serve`")[2].partition("\n### ")[0]
     for option in OPTIONS:
         help_text = option.help or ""
         assert len(help_text) > 5, option.name
