@@ -8,7 +8,7 @@ import msgspec
 from msgspec.msgpack import Ext
 
 from shmring.core.compiled import DTYPES, Content, Submit
-from shmring.core.messages import SlotRef
+from shmring.core.messages import Keep, SlotRef
 from tests.model.inside import read_record
 
 __all__ = ["content_of", "done_of", "reply_of", "slot_extension", "slot_header", "submit_of", "tensor_extension"]
@@ -85,6 +85,11 @@ def content_of(
     message = read_record(submit_of(payload, copied, slots, lies_at=lies_at), max_tensors, from_engine=False)
     assert isinstance(message, Submit)
     return message.content
+
+
+def keep_of(token: int, key: bytes, slot: SlotRef, is_copied: bool = False) -> Keep:
+    """Returns the message with which a client hands over a slot to be kept."""
+    return Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, b"\xc0")
 
 
 def reply_of(payload: object, copied: object = None, *, request_id: int = 1, lies_at: tuple[int, int] | None = None) -> bytes:

@@ -83,9 +83,7 @@ class Leased:
                 acquired = effect.slot
                 continue
             if isinstance(request := effect.message, LeaseRequest):
-                answers = self.ledger.request_lease(
-                    client_id, request.token, request.nbytes, request.preferred_nbytes, request.memory, request.waits
-                )
+                answers = self.ledger.request_lease(client_id, request)
             else:
                 answers = self.ledger.return_leases(client_id, request.lease_ids)
             for answer in answers:

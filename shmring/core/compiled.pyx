@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # needed only by types
     from shmring.client.submission import Submission
     from shmring.core.effects import ClientEffect, EngineEffect
     from shmring.core.geometry import ClientBookLimits, EngineBookLimits, Geometry
-    from shmring.core.messages import Memory
+    from shmring.core.messages import Keep, LeaseRequest, Memory
     from shmring.core.shells import BroadcastShell, ClientShell, EngineShell, WorkerShell
     from shmring.memory.bundles import Bundle
     from shmring.ring.claim import Claim

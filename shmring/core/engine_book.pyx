@@ -250,31 +250,21 @@ cdef class EngineBook:
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
-    def request_lease(
-        self,
-        uint64_t client_id,
-        uint64_t token,
-        uint64_t nbytes,
-        uint64_t preferred_nbytes,
-        int memory: Memory = HOST,
-        bint waits=True,
-    ) -> list[EngineEffect]:
+    def request_lease(self, uint64_t client_id, request: LeaseRequest) -> list[EngineEffect]:
         """A client asks for a lease; it replaces what the client asked for before there, and 0 bytes withdraw that.
 
         If the client has ``max_leases`` leases, the request waits until it returns one: the request may have crossed the last
             grant.
-
-        Args:
-            waits: whether a caller waits for it. If none does, it is a wish: see ``lending.pyx``.
 
         Raises:
             RemoteProtocolError: it asks for more than can ever be granted, or there is no such memory.
         """
         cdef ClientRecord client = self._connected(client_id)
         cdef list effects = []
+        cdef int memory = request.memory
         if memory >= len(self.lendings):
             raise RemoteProtocolError(f"client {client_id} asks for device memory, and this engine has no device slab")
-        (<Lending>self.lendings[memory]).ask(client, token, nbytes, preferred_nbytes, waits, effects)
+        (<Lending>self.lendings[memory]).ask(client, request, effects)
         return effects
 
     def return_leases(self, uint64_t client_id, lease_ids: Collection[int]) -> list[EngineEffect]:
@@ -588,18 +578,12 @@ cdef class EngineBook:
         self._pin(client, kept)
         return [Answered(client_id, _found(token, kept))]
 
-    def keep(
-        self, uint64_t client_id, uint64_t token, bytes key, slot: SlotRef, bint is_copied, bytes payload
-    ) -> list[EngineEffect]:
+    def keep(self, uint64_t client_id, content: Keep) -> list[EngineEffect]:
         """A client hands a slot over, to be kept and pinned for it. Of two contents with one key, the first is kept, and both
         clients get that.
 
         Args:
-            token: of the answer.
-            key: to find it by.
-            slot: as a submission describes it.
-            is_copied: whether the slot is region 0 of ``payload``, or region 1.
-            payload: that was checked.
+            content: its payload was checked.
 
         Raises:
             RemoteProtocolError: it is not a slot that was lent to this client, or it is in device memory. Nothing was changed.
@@ -609,35 +593,36 @@ cdef class EngineBook:
         cdef EngineSlotRecord record
         cdef KeptRecord kept
         cdef list effects
-        _read_slots((slot,), &numbers)
+        _read_slots((content,), &numbers)
         record = self._publish(client, &numbers, client.last_generation)
         if record.lease.memory == DEVICE:
             record.lease.live.give(record.start, record.blocks)
             raise RemoteProtocolError("what is kept is in host memory")
         client.last_generation = record.generation
         record.lease.new_moments = 0
-        kept = self.kept.by_key.get(key)
+        kept = self.kept.by_key.get(content.key)
         reason = self._why_not_kept(client, record, kept is not None)
         if reason is not None or kept is not None:
             record.lease.live.give(record.start, record.blocks)
             effects = [Released(client_id, (record.generation,))]
             if reason is not None:
-                effects.append(Answered(client_id, NotKept(token, reason)))
+                effects.append(Answered(client_id, NotKept(content.token, reason)))
                 return effects
             self._pin(client, kept)
-            effects.append(Answered(client_id, _found(token, kept)))
+            effects.append(Answered(client_id, _found(content.token, kept)))
             return effects
         while self.kept.must_give(record.blocks):
             self.host.evict(<KeptRecord>next(iter(self.kept.unpinned.values())))
         kept = KeptRecord.__new__(KeptRecord)
-        kept.generation, kept.key, kept.payload, kept.is_copied = record.generation, key, payload, is_copied
+        kept.generation, kept.key = record.generation, content.key
+        kept.payload, kept.is_copied = content.payload, content.is_copied
         kept.start, kept.blocks, kept.nbytes = record.start, record.blocks, numbers.nbytes
         self.host.carve(client, record.lease, kept)
         self.kept.unpinned[kept.generation] = kept
         self.kept.unpinned_blocks += kept.blocks
         self.kept.add(kept)
         self._pin(client, kept)
-        effects = [Answered(client_id, _found(token, kept))]
+        effects = [Answered(client_id, _found(content.token, kept))]
         self.host.serve(effects)
         return effects
 

@@ -24,19 +24,17 @@ cdef Content _content_of(bytes payload, uint64_t offset, uint64_t nbytes, uint64
     return content
 
 
-def check_kept(bytes payload not None, nbytes: int, bint is_copied, max_tensors: int, max_values: int) -> None:
+def check_kept(content: Keep, max_tensors: int, max_values: int) -> None:
     """Checks the payload of content that is to be kept.
 
     Args:
-        payload: msgpack with an extension for each tensor.
-        nbytes: of the slot that they are in.
-        is_copied: whether that is region 0; else it is region 1.
+        content: its payload is msgpack with an extension for each tensor, in its slot: region 0 if that is copied, else 1.
         max_tensors, max_values: how many tensors may be in it, and what its values may count.
 
     Raises:
         RemoteProtocolError: it is no payload of such a slot.
     """
-    _content_of(payload, 0, nbytes, 0, is_copied, bounds_of(max_tensors, max_values))
+    _content_of(content.payload, 0, content.nbytes, 0, content.is_copied, bounds_of(max_tensors, max_values))
 
 
 def kept_slot(found: Found) -> ClientSlotRecord:

@@ -221,15 +221,16 @@ cdef class Lending:
         blocks = min(blocks, self._free.largest())
         return self._lend(client, 0, self._free.take(blocks), blocks) if blocks else None
 
-    cdef int ask(
-        self, ClientRecord client, uint64_t token, uint64_t nbytes, uint64_t preferred_nbytes, bint waits, list effects
-    ) except -1:
+    cdef int ask(self, ClientRecord client, request: LeaseRequest, list effects) except -1:
         """A client asks for a lease; it replaces what the client asked for before, and 0 bytes withdraw that.
+
+        If no caller waits for it, it is a wish: see the head of this file.
 
         Raises:
             RemoteProtocolError: it asks for more than can ever be granted.
         """
-        cdef uint64_t blocks = blocks_for(nbytes)
+        cdef uint64_t nbytes = request.nbytes, blocks = blocks_for(nbytes)
+        cdef bint waits = request.waits
         cdef LeaseWant want
         cdef ClientRecord owner
         if nbytes == 0:
@@ -238,8 +239,8 @@ cdef class Lending:
         if blocks > self._free.length:
             raise RemoteProtocolError(f"a lease of {nbytes} bytes was requested of {self._free.length * BLOCK_NBYTES}")
         want = LeaseWant.__new__(LeaseWant)
-        want.client_id, want.token, want.blocks, want.waits = client.client_id, token, blocks, waits
-        want.preferred_blocks = min(max(blocks, blocks_for(preferred_nbytes)), self._free.length)
+        want.client_id, want.token, want.blocks, want.waits = client.client_id, request.token, blocks, waits
+        want.preferred_blocks = min(max(blocks, blocks_for(request.preferred_nbytes)), self._free.length)
         want.patience = VAIN_MOMENTS
         self._wants[client.client_id] = want
         owner = None if self._window is None else self.clients[self._window.client_id]

@@ -46,7 +46,6 @@ from shmring.core.messages import (
     Refused,
     ReplyRead,
     ReplyRelease,
-    SlotRef,
     Unpin,
     decode_frontend_message,
 )
@@ -154,8 +153,8 @@ class Frontend(BaseFrontend):
         match message:
             case Abort(request_id):
                 carry_out(book.abort(client_id, request_id))
-            case LeaseRequest(token, nbytes, preferred_nbytes, memory, waits):
-                carry_out(book.request_lease(client_id, token, nbytes, preferred_nbytes, memory, waits))
+            case LeaseRequest():
+                carry_out(book.request_lease(client_id, message))
                 self._moments.begin()
             case LeaseReturn(lease_ids):
                 carry_out(book.return_leases(client_id, lease_ids))
@@ -165,10 +164,9 @@ class Frontend(BaseFrontend):
                 carry_out(book.replies_read(client_id, request_ids))
             case Find(token, key):
                 carry_out(book.find(client_id, token, key))
-            case Keep(token, key, lease_id, offset, nbytes, generation, is_copied, payload):
-                check_kept(payload, nbytes, is_copied, config.max_tensors, config.max_values)
-                slot = SlotRef(lease_id, offset, nbytes, generation)
-                carry_out(book.keep(client_id, token, key, slot, is_copied, payload))
+            case Keep():
+                check_kept(message, config.max_tensors, config.max_values)
+                carry_out(book.keep(client_id, message))
             case Unpin(generations):
                 carry_out(book.unpin(client_id, generations))
             case Call():

@@ -31,6 +31,7 @@ from shmring.core.messages import (
     SLOT_HEADER_NBYTES,
     Found,
     LeaseGrant,
+    LeaseRequest,
     Memory,
     NotKept,
     SlotRef,
@@ -39,6 +40,7 @@ from shmring.core.states import Lease, RequestEvent
 from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
 from tests.model.pairs import PairedEngineBook
 from tests.model.state import plain
+from tests.records import keep_of
 
 __all__ = ["EngineTeller", "Teller", "tell"]
 
@@ -137,9 +139,10 @@ class EngineTeller:
             case "asks" | "wishes":
                 needed, preferred = numbers[0], [*numbers, 0][1]
                 waits = verb == "asks"
-                effects = book.request_lease(client, self.tokens, needed * nbytes, preferred * nbytes, memory, waits)
+                request = LeaseRequest(self.tokens, needed * nbytes, preferred * nbytes, memory, waits)
+                effects = book.request_lease(client, request)
             case "withdraws":
-                effects = book.request_lease(client, self.tokens, 0, 0, memory)
+                effects = book.request_lease(client, LeaseRequest(self.tokens, 0, memory=memory))
             case "returns":
                 effects = book.return_leases(client, numbers)
             case "uses":
@@ -184,7 +187,7 @@ class EngineTeller:
             case "first":
                 effects = book.let_overtake(rest[0] == "waits")
             case "keeps":
-                effects = book.keep(client, self.tokens, rest[-1].encode() * 32, self.slot(client, rest[0]), False, b"\xc0")
+                effects = book.keep(client, keep_of(self.tokens, rest[-1].encode() * 32, self.slot(client, rest[0])))
             case "finds":
                 effects = book.find(client, self.tokens, rest[0].encode() * 32)
             case "unpins":

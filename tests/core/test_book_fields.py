@@ -12,7 +12,7 @@ import pytest
 from shmring.core import compiled
 from shmring.core.compiled import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, ClientBookLimits, EngineBookLimits, Geometry
-from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, SlotRef
+from shmring.core.messages import DEVICE_MEMORY, SLOT_HEADER_NBYTES, LeaseGrant, LeaseRequest, SlotRef
 from shmring.core.states import ClientSlot
 from tests.model import client_book as model_client_book
 from tests.model import records as model_records
@@ -64,7 +64,7 @@ def busy_book() -> EngineBook:
     )
     base = book.connect(1, 4 * BLOCK_NBYTES)
     book.connect(2, 4 * BLOCK_NBYTES)
-    [granted] = book.request_lease(1, 1, 4 * BLOCK_NBYTES, 0, DEVICE_MEMORY)
+    [granted] = book.request_lease(1, LeaseRequest(1, 4 * BLOCK_NBYTES, memory=DEVICE_MEMORY))
     slots = [slot_in(base, 1), slot_in(granted.grant, 2)]  # type: ignore[arg-type,union-attr]
     book.submit(1, 1, slots)
     book.check()

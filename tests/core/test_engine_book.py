@@ -13,7 +13,7 @@ import pytest
 
 from shmring.core.compiled import EngineBook
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, Geometry, blocks_for, slot_blocks
-from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
+from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseRequest, SlotRef
 from shmring.core.states import Lease
 from shmring.errors import CapacityError, RemoteProtocolError
 from tests.core.stories import EngineTeller, tell
@@ -511,7 +511,7 @@ def test_a_disconnected_client_can_do_nothing_more() -> None:
         lambda: book.goodbye(1, (), ()),
         lambda: book.submit(1, 9, []),
         lambda: book.abort(1, 5),
-        lambda: book.request_lease(1, 1, 1, 1),
+        lambda: book.request_lease(1, LeaseRequest(1, 1)),
         lambda: book.return_leases(1, [1]),
         lambda: book.queue_reply(1, 1, 1),
     ):

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from shmring.core.effects import Granted
 from shmring.core.geometry import BLOCK_NBYTES, GENERATION_BITS, EngineBookLimits, Geometry
-from shmring.core.messages import SLOT_HEADER_NBYTES, Memory, SlotRef
+from shmring.core.messages import SLOT_HEADER_NBYTES, LeaseRequest, Memory, SlotRef
 from shmring.core.states import EngineSlot, Lease, RequestEvent
 from shmring.errors import CapacityError, LocalProtocolError, RemoteProtocolError
 from tests.model.pairs import PairedEngineBook
@@ -130,10 +130,8 @@ class BookMachine(RuleBasedStateMachine):
         most = self.book.geometry.leasable_blocks + 1
         blocks = draw(st.one_of(st.integers(1, 2), st.integers(0, most)))
         preferred, waits = draw(st.integers(0, most)), draw(st.sampled_from([True, True, False]))
-        self.happen(
-            "request_lease",
-            *(client.client_id, self.next_number(), blocks * BLOCK_NBYTES, preferred * BLOCK_NBYTES, memory, waits),
-        )
+        request = LeaseRequest(self.next_number(), blocks * BLOCK_NBYTES, preferred * BLOCK_NBYTES, memory, waits)
+        self.happen("request_lease", client.client_id, request)
         for _ in range(draw(st.sampled_from([0, 0, 3]))):
             self.pass_moment()
 
@@ -283,7 +281,7 @@ class BookMachine(RuleBasedStateMachine):
         assert len(kept.unpinned) == len(kept), "what a dead client had pinned is pinned for ever"
         self.book.connect(self.next_number(), BLOCK_NBYTES)
         self.book.return_leases(self.number, list(self.clients[self.number].leases))
-        [granted] = self.book.request_lease(self.number, 1, geometry.leasable_blocks * BLOCK_NBYTES, 0)
+        [granted] = self.book.request_lease(self.number, LeaseRequest(1, geometry.leasable_blocks * BLOCK_NBYTES))
         assert isinstance(granted, Granted), "what is kept is in somebody's way"
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
+from msgspec.structs import replace
 
 from shmring.core.effects import Answered
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry
-from shmring.core.messages import KEPT_LEASE_ID, Found, SlotRef
+from shmring.core.messages import KEPT_LEASE_ID, Found, LeaseRequest, SlotRef
 from tests.core.test_engine_book_machine import BookMachine, content, happens_to
 from tests.model.records import ClientRecord
+from tests.records import keep_of
 
 MAX_PINS = 4
 MAX_KEPT = 5
@@ -57,7 +58,7 @@ class KeptBookMachine(BookMachine):
             self.connect(2)
             self.give(2, KEYS[0], 0)
             self.book.unpin(2, [*self.clients[2].pins])
-            self.book.request_lease(1, self.next_number(), 2 * BLOCK_NBYTES, 0)
+            self.book.request_lease(1, LeaseRequest(self.next_number(), 2 * BLOCK_NBYTES))
             assert len(self.book.kept) == 1
         else:
             self.connect(2)
@@ -68,7 +69,7 @@ class KeptBookMachine(BookMachine):
         client = self.clients[client_id]
         [lease] = client.leases.values()
         slot = SlotRef(lease.lease_id, (lease.start + at) * BLOCK_NBYTES, content(1), client.last_generation + 1)
-        self.book.keep(client_id, self.next_number(), key, slot, False, b"\xc0")
+        self.book.keep(client_id, keep_of(self.next_number(), key, slot))
 
     @happens_to(lambda self: self.connected() if self.model.kept.by_key else [])
     def find(self, draw: Any, client: ClientRecord) -> None:
@@ -79,9 +80,9 @@ class KeptBookMachine(BookMachine):
         slot = self.draw_slot(draw, client)
         if slot is not None:
             pinned = self.pins().keys()
-            effects = self.book.keep(
-                client.client_id, self.next_number(), draw(st.sampled_from(KEYS)), slot, draw(st.booleans()), b"\xc0"
-            )
+            key, is_copied = draw(st.sampled_from(KEYS)), draw(st.booleans())
+            to_keep = keep_of(self.next_number(), key, slot, is_copied)
+            effects = self.book.keep(client.client_id, to_keep)
             assert pinned <= self.model.kept.by_generation.keys(), "what was pinned has gone"
             answers = [effect.answer for effect in effects if isinstance(effect, Answered)]
             assert isinstance(answers[0], Found) or slot.generation not in self.model.kept.by_generation
@@ -108,7 +109,7 @@ class KeptBookMachine(BookMachine):
         refs = [self.ref(generation) for generation in self.model.kept.by_generation]
         ref = draw(st.sampled_from(refs))
         change = draw(st.sampled_from([{}, {"nbytes": 1}, {"offset": BLOCK_NBYTES}, {"generation": 1}]))
-        ref = msgspec.structs.replace(ref, **{field: getattr(ref, field) + more for field, more in change.items()})
+        ref = replace(ref, **{field: getattr(ref, field) + more for field, more in change.items()})
         before = draw(st.lists(st.sampled_from([self.ref(generation) for generation in client.pins] or [ref]), max_size=1))
         self.submit_slots(draw, client, [*before, ref])
 

@@ -122,7 +122,7 @@ def test_nobody_waits_beside_idle_memory_for_what_does_not_come(seed: int) -> No
         leases = book.clients[client].leases
         if what < 2:
             numbers[client] += 1
-            book.request_lease(client, numbers[client], chance.choice((1, 2, 3, 3, 8, 0)) * BLOCK_NBYTES, 0)
+            book.request_lease(client, LeaseRequest(numbers[client], chance.choice((1, 2, 3, 3, 8, 0)) * BLOCK_NBYTES))
         elif what == 2:
             idle = [lease.lease_id for lease in leases.values() if not lease.live.units and lease.recalled]
             book.return_leases(client, idle)

@@ -65,8 +65,8 @@ class World:
             match wanted:
                 case Acquired(ticket, slot):
                     self.acquired[ticket] = slot
-                case Send(LeaseRequest(token, nbytes, preferred, memory, waits)):
-                    of_engine += self.engine.request_lease(sender, token, nbytes, preferred, memory, waits)
+                case Send(LeaseRequest() as request):
+                    of_engine += self.engine.request_lease(sender, request)
                 case Send(message):
                     of_engine += self.engine.return_leases(sender, message.lease_ids)
         self.engine.check()
@@ -157,7 +157,7 @@ def test_a_crowd_of_lease_requests_is_served_in_no_time() -> None:
     grants = [engine.connect(client_id, BLOCK_NBYTES) for client_id in range(1, 2 * count + 1)]
     began_s = time.process_time()
     for client_id in range(1, count + 1):
-        engine.request_lease(client_id, 1, 2 * BLOCK_NBYTES, 0)
+        engine.request_lease(client_id, LeaseRequest(1, 2 * BLOCK_NBYTES))
     for client_id, grant in enumerate(grants[count:], start=count + 1):
         assert grant is not None
         engine.return_leases(client_id, [grant.lease_id])

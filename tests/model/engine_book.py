@@ -32,8 +32,9 @@ from shmring.core.messages import (
     KEPT_LEASE_ID,
     SLOT_HEADER_NBYTES,
     Found,
+    Keep,
     LeaseGrant,
-    Memory,
+    LeaseRequest,
     NotKept,
     NotKeptReason,
     SlotRef,
@@ -174,15 +175,7 @@ class EngineBook:
 
     # -- leases ----------------------------------------------------------------------------------------------------
 
-    def request_lease(
-        self,
-        client_id: int,
-        token: int,
-        nbytes: int,
-        preferred_nbytes: int,
-        memory: Memory = HOST_MEMORY,
-        waits: bool = True,
-    ) -> list[EngineEffect]:
+    def request_lease(self, client_id: int, request: LeaseRequest) -> list[EngineEffect]:
         """A client asks for a lease. This replaces its waiting request for the same memory. 0 bytes only withdraw that request.
 
         If the client has ``max_leases`` leases, the request waits until it returns one: the request may have crossed the last
@@ -192,9 +185,9 @@ class EngineBook:
             RemoteProtocolError: it asks for more than can ever be granted, or there is no such memory.
         """
         self._connected(client_id)
-        if memory >= len(self.lendings):
+        if request.memory >= len(self.lendings):
             raise RemoteProtocolError(f"client {client_id} asks for device memory, and this engine has no device slab")
-        return self.lendings[memory].ask(client_id, token, nbytes, preferred_nbytes, waits)
+        return self.lendings[request.memory].ask(client_id, request)
 
     def return_leases(self, client_id: int, lease_ids: Collection[int]) -> list[EngineEffect]:
         """A client gives leases back.
@@ -278,7 +271,7 @@ class EngineBook:
                 record.lease.new_moments = 0
         return records
 
-    def _publish(self, client: ClientRecord, slot: SlotRef, last_generation: int) -> EngineSlotRecord:
+    def _publish(self, client: ClientRecord, slot: SlotRef | Keep, last_generation: int) -> EngineSlotRecord:
         if slot.generation >> GENERATION_BITS != client.client_id or slot.generation <= last_generation:
             raise RemoteProtocolError(f"generation {slot.generation} is not a new one of client {client.client_id}")
         lease = client.leases.get(slot.lease_id)
@@ -404,39 +397,39 @@ class EngineBook:
         self.kept.hits += 1
         return [Answered(client_id, self._pinned(client, token, kept))]
 
-    def keep(
-        self, client_id: int, token: int, key: bytes, slot: SlotRef, is_copied: bool, payload: bytes
-    ) -> list[EngineEffect]:
+    def keep(self, client_id: int, content: Keep) -> list[EngineEffect]:
         """A client hands a slot over, to be kept and pinned for it. If the key has content already, that is pinned instead.
 
         Raises:
             RemoteProtocolError: it is not a slot that was lent to this client, or it is in device memory. Nothing was changed.
         """
         client = self._connected(client_id)
-        record = self._publish(client, slot, client.last_generation)
+        record = self._publish(client, content, client.last_generation)
         lease = record.lease
         assert lease is not None
         if lease.memory == DEVICE_MEMORY:
             self._give_back(record)
             raise RemoteProtocolError("what is kept is in host memory")
-        client.last_generation = slot.generation
+        client.last_generation = content.generation
         lease.new_moments = 0
-        there = self.kept.by_key.get(key)
+        there = self.kept.by_key.get(content.key)
         reason = self._why_not_kept(client, record, there)
         if reason is not None or there is not None:
             self._give_back(record)
             if there is not None and reason is None:
-                answer: Found | NotKept = self._pinned(client, token, there)
+                answer: Found | NotKept = self._pinned(client, content.token, there)
             else:
                 assert reason is not None
-                answer = NotKept(token, reason)
-            return [Released(client_id, (slot.generation,)), Answered(client_id, answer)]
+                answer = NotKept(content.token, reason)
+            return [Released(client_id, (content.generation,)), Answered(client_id, answer)]
         while self.kept.blocks + record.blocks > self.kept.max_blocks or len(self.kept.by_key) >= self.kept.max_kept:
             self.host.evict(next(iter(self.kept.unpinned.values())))
-        kept = KeptRecord(slot.generation, key, record.start, record.blocks, slot.nbytes, is_copied, payload)
+        kept = KeptRecord(
+            *(content.generation, content.key, record.start, record.blocks, content.nbytes, content.is_copied, content.payload)
+        )
         self.host.carve(lease, kept)
         self.kept.add(kept)
-        return [Answered(client_id, self._pinned(client, token, kept)), *self.host.serve()]
+        return [Answered(client_id, self._pinned(client, content.token, kept)), *self.host.serve()]
 
     def _why_not_kept(self, client: ClientRecord, slot: EngineSlotRecord, there: KeptRecord | None) -> NotKeptReason | None:
         if sum(client.pins.values()) >= self.limits.max_pins:

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 
 from shmring.core.effects import EngineEffect, Granted, Recalled
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, blocks_for
-from shmring.core.messages import DEVICE_MEMORY, LeaseGrant, Memory
+from shmring.core.messages import DEVICE_MEMORY, LeaseGrant, LeaseRequest, Memory
 from shmring.core.states import LEASE, Lease, LeaseEvent, advance
 from shmring.errors import RemoteProtocolError
 from tests.model.blocks import RunAllocator, TakenRuns
@@ -106,23 +106,23 @@ class Lending:
         assert start is not None
         return self._lend(client, 0, start, blocks)
 
-    def ask(self, client_id: int, token: int, nbytes: int, preferred_nbytes: int, waits: bool) -> list[EngineEffect]:
+    def ask(self, client_id: int, request: LeaseRequest) -> list[EngineEffect]:
         """A client asks for a lease; it replaces what the client asked for before, and 0 bytes withdraw that.
 
         Raises:
             RemoteProtocolError: it asks for more than can ever be granted.
         """
-        if nbytes == 0:
+        if request.nbytes == 0:
             self._withdraw(client_id)
             return self.serve()
-        blocks = blocks_for(nbytes)
+        blocks, waits = blocks_for(request.nbytes), request.waits
         if blocks > self._free.length:
-            raise RemoteProtocolError(f"a lease of {nbytes} bytes was requested of {self._free.length * BLOCK_NBYTES}")
+            raise RemoteProtocolError(f"a lease of {request.nbytes} bytes was requested of {self._free.length * BLOCK_NBYTES}")
         window = self._window
         if window is not None and window.client_id == client_id and (window.blocks != blocks or not waits):
             self._window = None
-        preferred = min(max(blocks, blocks_for(preferred_nbytes)), self._free.length)
-        want = self._wants[client_id] = LeaseWant(client_id, token, blocks, preferred, waits)
+        preferred = min(max(blocks, blocks_for(request.preferred_nbytes)), self._free.length)
+        want = self._wants[client_id] = LeaseWant(client_id, request.token, blocks, preferred, waits)
         effects = self.serve()
         if self._wants.get(client_id) is want and (waits or self._window is None):
             effects += self._recall_idle(want) or []
