@@ -548,7 +548,7 @@ async def ring(
     for client in clients:
         await client.close()
     for ring in rings:
-        if not ring._shell.life.is_closed:
+        if not ring._shell.life.home.is_closed:
             await settled(ring)
 
 

@@ -274,7 +274,7 @@ class KeptContents:
             given: its payload as msgpack, the packed payload, and the slot; None: this is a search.
         """
         self.life.check_alive()
-        self.life.check_loop()
+        self.life.home.check_loop()
         await self._asking.acquire()  # until the engine has answered, even if the caller no longer waits
         try:
             await self._sending.writable()

@@ -13,10 +13,12 @@ from shmring.errors import EngineDeadError, ShmringError, fresh
 __all__ = ["SessionLife"]
 
 
-class SessionLife(Home):
+class SessionLife:
     """See above. The session lives in the loop that this is made in, until its client closes it or it has ended by itself.
 
     Attributes:
+        home: where the session may be used.
+        loop: of its home.
         engine_name: of the engine.
         welcome: its welcome.
         config: of the client.
@@ -25,7 +27,8 @@ class SessionLife(Home):
     """
 
     def __init__(self, engine_name: str, welcome: Welcome, config: ClientConfig, counters: ClientCounters) -> None:
-        super().__init__(f"this client of {engine_name!r}", "connect again here", asyncio.get_running_loop())
+        self.loop = asyncio.get_running_loop()
+        self.home = Home(f"this client of {engine_name!r}", "connect again here", self.loop)
         self.engine_name = engine_name
         self.welcome = welcome
         self.config = config
@@ -35,7 +38,7 @@ class SessionLife(Home):
     @property
     def is_usable(self) -> bool:
         """Whether this process may use the session now."""
-        return self.error is None and not self.is_closed and not self.forked
+        return self.error is None and not self.home.is_closed and not self.home.forked
 
     def check_alive(self) -> None:
         """Raises unless this process may use the session now.
@@ -44,13 +47,13 @@ class SessionLife(Home):
             ClosedError: it was closed, or belongs to the process that forked this one.
             EngineDeadError: its engine has gone.
         """
-        if self.error is not None and not self.forked:
+        if self.error is not None and not self.home.forked:
             raise self.fresh_error()
-        self.check_open()
+        self.home.check_open()
 
     def check_readable(self) -> None:
         """Raises unless replies that came in messages may be read: they are here although the engine has gone."""
-        if not self.is_usable and (self.forked or not isinstance(self.error, EngineDeadError)):
+        if not self.is_usable and (self.home.forked or not isinstance(self.error, EngineDeadError)):
             self.check_alive()
 
     def fresh_error(self) -> ShmringError:

@@ -98,7 +98,7 @@ class Session:
 
     Attributes:
         life: of the engine.
-        loop, config, engine_name, welcome: those of ``life``.
+        home, loop, config, engine_name, welcome: those of ``life``.
         load: the engine's published load.
     """
 
@@ -119,7 +119,7 @@ class Session:
         on_lost: Callable[[Session], object],
     ) -> None:
         self.life = life
-        self.loop = life.loop
+        self.home, self.loop = life.home, life.loop
         self.config = config = life.config
         self.engine_name = life.engine_name
         self.welcome = welcome = life.welcome
@@ -178,7 +178,7 @@ class Session:
         self.calls = CallsInFlight(life, self.link, self.sending)
         self.kept: KeptContents = KeptContents(life, self.end, self.link, self.host_slots, self.sending, slab, _OF_KEPT)
         # What a shell has, and other objects do.
-        self.check_alive, self.check_readable, self.check_loop = life.check_alive, life.check_readable, life.check_loop
+        self.check_alive, self.check_readable = life.check_alive, life.check_readable
         self.carry_out, self.give_up = self.host_slots.carry_out, self.host_slots.give_up
         self.slot_is_viewed, self.flight_ended = self.host_slots.left_viewed, self.sending.flight_ended
         self._watch = watch
@@ -313,7 +313,7 @@ class Session:
         """Ends the session: all calls that wait in it fail with this error."""
         if self.life.error is not None:
             return
-        self.life.error = self.life.closed_error() if self.life.is_closed else error
+        self.life.error = self.life.home.closed_error() if self.life.home.is_closed else error
         self.end.is_open = False
         self._watch.close()
         self.loop.remove_reader(self._regions.bell)
@@ -475,10 +475,10 @@ class Session:
         """Says goodbye: unused memory goes back at once, the rest when the last of it is left."""
         if self.life.error is not None:
             return
-        self.life.is_closed = True
+        self.life.home.is_closed = True
         self.end.is_open = False
         for submission in list(self.end.pending.values()):
-            self.abort(submission, self.life.closed_error())
+            self.abort(submission, self.life.home.closed_error())
         try:
             try:
                 if self.sending.copies:  # waiting callers learn that this is closed, and give their slots up
@@ -493,7 +493,7 @@ class Session:
                     await asyncio.shield(self._ended)
                     await self.prefaulted()
         finally:
-            self._lose(self.life.closed_error())
+            self._lose(self.life.home.closed_error())
 
     def _say_goodbye(self) -> None:
         for record in (*self.end.held, *self.sending.copies.values()):

@@ -143,7 +143,7 @@ cdef class _Claiming(Awaited):
         return 0
 
     cdef int check_loop(self) except -1:
-        self.ring._end.shell.life.check_loop()
+        self.ring._end.home.pass_loop()
         return 0
 
     cdef PyObject* refused(self) except NULL:
@@ -153,7 +153,7 @@ cdef class _Claiming(Awaited):
         except ClosedError:
             if not self.is_next:
                 raise
-            self.ring._end.shell.life.check_process()
+            self.ring._end.home.check_process()
             return nothing_more()
         raise AssertionError("the shell says why nothing is claimed")
 

@@ -215,8 +215,8 @@ cdef class BaseClaim:
             LocalProtocolError: the claim has released it.
             ClosedError: it belongs to the process that forked this one, which does not have its memory.
         """
-        if self._end._forks != forks():
-            self._end.shell.life.check_process()
+        if self._end.home.is_forked():
+            raise self._end.home.closed_error()
         if self._payload is _RELEASED:
             raise LocalProtocolError(
                 f"request {self._submit.request_id} was released; keep what you need of its payload before"
@@ -260,7 +260,7 @@ cdef class BaseClaim:
     def __del__(self) -> None:
         if not self._is_in_hands or (self.ended and self.released) or not self._end.is_usable():
             return
-        give_back_soon(self._end.shell.loop, self._give_back)
+        give_back_soon(self._end.home.loop, self._give_back)
 
     def _give_back(self) -> None:
         """It was dropped, and has not ended since."""
@@ -307,6 +307,7 @@ cdef class EngineEnd:
     """
 
     cdef readonly object shell  # type: EngineShell
+    cdef readonly Home home
     cdef readonly EngineBook book
     cdef readonly Regions regions
     cdef readonly uint64_t waiting_count
@@ -324,7 +325,6 @@ cdef class EngineEnd:
     cdef public bint is_open
     cdef readonly bint is_draining
     cdef list _frontends
-    cdef int _forks
     cdef readonly uint64_t epoch
     cdef readonly uint64_t submitted
     cdef readonly uint64_t finished
@@ -366,7 +366,7 @@ cdef class EngineEnd:
         record_nbytes: int = 0,
         copier=None,
     ) -> None:
-        self.shell = shell
+        self.shell, self.home = shell, shell.home
         self._packer, self._record_nbytes, self._copier = packer, record_nbytes, copier
         self.book = book
         self.regions = regions
@@ -390,7 +390,6 @@ cdef class EngineEnd:
         self._costly = []
         self._frontends = []
         self._claimers = {}
-        self._forks = forks()
 
     def detach(self) -> None:
         """The ring is closed: no request is claimed any more, and the slab need not stay mapped."""
@@ -398,7 +397,7 @@ cdef class EngineEnd:
 
     cdef bint is_usable(self) noexcept:
         """Whether this may be used in this process."""
-        return self.is_open and self._forks == forks()
+        return self.is_open and not self.home.is_forked()
 
     cdef bint may_claim(self) noexcept:
         """Whether requests may be claimed in this process."""
@@ -562,7 +561,7 @@ cdef class EngineEnd:
 
     cdef object enter_line(self):
         """A task waits for a request: returns its place, a future that is done when it is woken."""
-        place = self.shell.loop.create_future()
+        place = self.home.loop.create_future()
         self._claimers[place] = None
         self._is_awaited = True
         return place
@@ -877,7 +876,7 @@ cdef class EngineEnd:
         cdef Packed packed
         self.check_running(claim)
         if not self.is_usable():
-            raise self.shell.life.closed_error()
+            raise self.home.closed_error()
         packed = self._packer.pack(payload, self._inline_nbytes, self._record_nbytes)
         self.check_running(claim)  # the payload's own code may have ended it
         return packed

@@ -224,6 +224,7 @@ cdef class FanOutEnd:
     """
 
     cdef readonly object shell  # type: BroadcastShell
+    cdef readonly Home home
     cdef readonly FanOutBook book
     cdef public bint is_crowded
     cdef public bint is_open
@@ -244,7 +245,6 @@ cdef class FanOutEnd:
     cdef uint64_t _at_once_nbytes
     cdef Bounds _bounds
     cdef double _look_s
-    cdef int _forks         # of the process that may send
     cdef Looking _looking   # for replies
 
     def __init__(
@@ -263,7 +263,7 @@ cdef class FanOutEnd:
         max_values: int,
         look_s: float = 0.0,
     ) -> None:
-        self.shell = shell
+        self.shell, self.home = shell, shell.home
         self.book = book
         self.is_open = True
         self.gathers = {}
@@ -276,7 +276,6 @@ cdef class FanOutEnd:
         self._bounds = bounds_of(max_tensors, max_values)
         self._look_s = look_s
         self._looking = Looking()
-        self._forks = forks()
 
     def reserve(self, Mapping memory not None) -> None:
         """There is memory for broadcasts."""
@@ -342,8 +341,8 @@ cdef class FanOutEnd:
         return gathering
 
     cdef int _check_open(self) except -1:
-        if not self.is_open or self._forks != forks():
-            raise self.shell.closed()
+        if not self.is_open or self.home.is_forked():
+            raise self.home.closed_error()
         return 0
 
     cdef Parcel _pack(self, object payload, object to, uint32_t flags, BaseClaim shared):
@@ -684,7 +683,7 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
                 if error is not None:
                     raise error
                 return owned(self.answers)
-        loop = self.end.shell.loop
+        loop = self.end.home.loop
         self.future = loop.create_future()
         if self.timeout is not None:
             self.timer = loop.call_later(self.timeout, self.time_out)
@@ -842,7 +841,7 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
         return 0
 
     cdef int check_loop(self) except -1:
-        self.end.shell.check_loop()
+        self.end.home.pass_loop()
         return 0
 
     def forget(self) -> None:

@@ -66,14 +66,17 @@ cdef class Home:
         self.what, self._instead, self.loop = what, instead, loop
         self.pid, self._forks = getpid(), forks()
 
+    cdef inline bint is_forked(self) noexcept:
+        return self._forks != forks()
+
     @property
     def forked(self) -> bool:
         """Whether this is a copy in a forked child."""
-        return self._forks != forks()
+        return self.is_forked()
 
     def check_process(self) -> None:
         """Raises :class:`ClosedError` in a forked child."""
-        if self._forks != forks():
+        if self.is_forked():
             raise self.closed_error()
 
     def check_loop(self) -> None:
@@ -90,12 +93,12 @@ cdef class Home:
         self.pass_loop()
 
     cdef int pass_open(self) except -1:
-        if self.is_closed or self._forks != forks():
+        if self.is_closed or self.is_forked():
             raise self.closed_error()
         return 0
 
     cdef int pass_loop(self) except -1:
-        if self._forks != forks():  # a forked child has another loop, too
+        if self.is_forked():  # a forked child has another loop, too
             raise self.closed_error()
         if self.loop is not running_loop():
             raise LocalProtocolError(
@@ -106,6 +109,6 @@ cdef class Home:
 
     def closed_error(self) -> ClosedError:
         """Returns why it can't be used."""
-        if self._forks != forks():
+        if self.is_forked():
             return ClosedError(f"{self.what} belongs to process {self.pid}, which forked this one; {self._instead}")
         return ClosedError(f"{self.what} is closed")

@@ -350,11 +350,11 @@ cdef class Poller:
 
     Args:
         loop: which one.
-        check_loop: raises our own error if the running loop is another one; called when the loop refuses a turn.
         clock: seconds, instead of the kernel's monotonic clock: for tests.
         give_way: lets other processes run, instead of a yield: for tests.
 
     Attributes:
+        home: of the ends that it gives turns.
         is_due: whether there will be a turn in the loop's next one.
         turns: how many there were.
         records: that links have delivered. It starts again when it has been looked at.
@@ -363,8 +363,8 @@ cdef class Poller:
     cdef readonly bint is_due
     cdef readonly uint64_t turns
     cdef public uint64_t records
+    cdef readonly Home home
     cdef object _loop
-    cdef object _check_loop
     cdef object _clock
     cdef object _give_way
     cdef double _busy_until
@@ -381,11 +381,11 @@ cdef class Poller:
         self,
         loop: asyncio.AbstractEventLoop,
         *,
-        check_loop: Callable[[], None] | None = None,
         clock: Callable[[], float] | None = None,
         give_way: Callable[[], object] | None = None,
     ) -> None:
-        self._loop, self._check_loop, self._clock, self._give_way = loop, check_loop, clock, give_way
+        self.home = Home("this end of a ring", "connect again here", loop)
+        self._loop, self._clock, self._give_way = loop, clock, give_way
         self._others_ran = True
 
     cdef double now(self) except? -1:
@@ -422,8 +422,7 @@ cdef class Poller:
             try:
                 self._loop.call_soon(self)
             except RuntimeError:  # the loop is closed: this call runs in another one
-                if self._check_loop is not None:
-                    self._check_loop()
+                self.home.pass_loop()
                 raise
             self.is_due = True
         return 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Coroutine, Sequence
     from contextvars import Context
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
         BaseSubmission,
         ClientSlotRecord,
         Gathering,
+        Home,
         Packed,
         Parcel,
         Placement,
@@ -64,7 +64,7 @@ class ClientShell(Protocol):
     """The shell of a :class:`~shmring.core.compiled.ClientEnd`."""
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
+    def home(self) -> Home: ...
 
     @property
     def link(self) -> _Link: ...
@@ -74,9 +74,6 @@ class ClientShell(Protocol):
 
     def check_readable(self) -> None:
         """Raises it if replies can't be read either."""
-
-    def check_loop(self) -> None:
-        """Raises LocalProtocolError in another loop than its own."""
 
     def decoder(self, payload_type: Any) -> Any:
         """Returns the decoder of a type of replies."""
@@ -115,16 +112,6 @@ class ClientShell(Protocol):
         """Replies lie in slots until they are read: those of dropped requests are to be found a while later."""
 
 
-class _Life(Protocol):
-    """Whether an engine can be used."""
-
-    def check_loop(self) -> None: ...
-
-    def check_process(self) -> None: ...
-
-    def closed_error(self) -> Exception: ...
-
-
 class _Replies(Protocol):
     """Replies that the end can't send at once."""
 
@@ -137,10 +124,7 @@ class EngineShell(Protocol):
     """The shell of an :class:`~shmring.core.compiled.EngineEnd`."""
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
-
-    @property
-    def life(self) -> _Life: ...
+    def home(self) -> Home: ...
 
     @property
     def replies(self) -> _Replies: ...
@@ -183,13 +167,7 @@ class BroadcastShell(Protocol):
     """The shell of a :class:`~shmring.core.compiled.FanOutEnd`."""
 
     @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
-
-    def check_loop(self) -> None:
-        """Raises LocalProtocolError in another loop than the ring's."""
-
-    def closed(self) -> Exception:
-        """Returns why nothing is sent."""
+    def home(self) -> Home: ...
 
     def is_behind(self, parcel: Parcel) -> bool:
         """Whether a message that goes to one of its workers was to be sent before, and is not sent yet."""
@@ -216,8 +194,8 @@ class BroadcastShell(Protocol):
 class WorkerShell(Protocol):
     """The shell of a :class:`~shmring.core.compiled.WorkerEnd`."""
 
-    def check_process(self) -> None:
-        """Raises ClosedError in a forked child."""
+    @property
+    def home(self) -> Home: ...
 
     def fail_answer(self, sequence: int, error: BaseException) -> None:
         """No reply to a message will come: the engine is told, in the thread that left it."""

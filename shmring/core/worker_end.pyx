@@ -159,8 +159,8 @@ cdef class BaseMessage:
 
     cdef object _shown(self, object what):
         cdef WorkerEnd end = self._end
-        if end._forks != forks():
-            end.shell.check_process()
+        if end.home.is_forked():
+            raise end.home.closed_error()
         if self.left:
             raise LocalProtocolError(f"message {self.sequence} was left; keep what you need of its payload before")
         return what
@@ -187,6 +187,7 @@ cdef class WorkerEnd:
     """See the head of this file.
 
     Args:
+        shell: is called for all work that is not done here.
         reader, writer: of the rings from and to the engine.
         socket: the descriptor over which the engine is rung.
         mapping: the engine's memory: slab, replies, broadcasts.
@@ -200,15 +201,14 @@ cdef class WorkerEnd:
 
     Attributes:
         received: messages so far.
-        shell: the shell of this end, which sets it.
     """
 
     cdef readonly RecordReader reader
     cdef readonly RecordWriter writer
     cdef readonly uint64_t received
-    cdef public object shell  # type: WorkerShell
+    cdef readonly object shell  # type: WorkerShell
+    cdef readonly Home home
     cdef Page* _page         # NULL when this is closed
-    cdef int _forks          # of this process when it was made
     cdef Mapping _mapping
     cdef PayloadDecoder _decoder
     cdef PayloadDecoder _shared_decoder
@@ -223,6 +223,7 @@ cdef class WorkerEnd:
 
     def __init__(
         self,
+        shell: WorkerShell,
         RecordReader reader not None,
         RecordWriter writer not None,
         socket: int,
@@ -239,6 +240,7 @@ cdef class WorkerEnd:
     ) -> None:
         cdef int bell
         assert page.mapped.nbytes == PAGE_NBYTES
+        self.shell, self.home = shell, shell.home
         self.reader, self.writer = reader, writer
         self._mapping = mapping
         self.looking = Looking()
@@ -253,7 +255,7 @@ cdef class WorkerEnd:
             close(bell)
             raise MemoryError
         self._page.references = 1
-        self._page.forks = self._forks = forks()
+        self._page.forks = forks()
         self._page.bell = bell
         self._page.mapped = page.mapped
         keep_mapped(page.mapped)

@@ -198,7 +198,7 @@ class Handshakes:
 
     def _look_again(self) -> None:
         """Sees to it that new frontends find the socket, whatever somebody removes."""
-        if self._life.is_closed or self._life.forked:
+        if self._life.home.is_closed or self._life.home.forked:
             return
         self._looking = self._life.loop.call_later(_LOOK_S, self._look_again)
         path = self._listener.path

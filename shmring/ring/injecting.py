@@ -200,7 +200,7 @@ class Injector(BaseFrontend):
         """
         if not self.connected:
             raise ClosedError(f"{self} is closed")
-        self._life.enter()
+        self._life.home.enter()
         if len(self._requests) >= self._life.config.max_inflight:
             raise WouldBlock(f"{len(self._requests)} requests are in flight, the engine takes no more (max_inflight)")
         self._last_request_id += 1
@@ -259,7 +259,7 @@ class Injector(BaseFrontend):
 
     def _error(self, failed: Failed) -> Exception:
         if failed.kind == "aborted":
-            if self._life.is_closed:
+            if self._life.home.is_closed:
                 return ClosedError(f"ring {self._life.name!r} is closed: {self._why_closed}")
             return AbortedError(f"request {failed.request_id} was aborted", request_id=failed.request_id)
         return TimeoutError(failed.message) if failed.kind == "timed_out" else RemoteError(failed.type_name, failed.message)

@@ -97,7 +97,7 @@ class Inspection:
             self._timer = None
 
     def _look_again(self) -> None:
-        if self._life.is_closed or self._life.forked:
+        if self._life.home.is_closed or self._life.home.forked:
             return
         now = time.monotonic()
         try:

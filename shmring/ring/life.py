@@ -20,10 +20,12 @@ __all__ = ["RingLife"]
 _MAX_ERROR_CHARACTERS = 500  # of an error in a snapshot; the log has the rest
 
 
-class RingLife(Home):
+class RingLife:
     """See above. It begins in the loop that it is made in.
 
     Attributes:
+        home: where the ring may be used.
+        loop: of its home.
         name: the engine's name.
         config: as configured.
         epoch: identity of this life.
@@ -36,7 +38,8 @@ class RingLife(Home):
     """
 
     def __init__(self, name: str, config: RingConfig, epoch: int, offload_nbytes: int | None = None) -> None:
-        super().__init__(f"ring {name!r}", "serve your own", asyncio.get_running_loop())
+        self.loop = asyncio.get_running_loop()
+        self.home = Home(f"ring {name!r}", "serve your own", self.loop)
         self.name = name
         self.config = config
         self.epoch = epoch
@@ -54,6 +57,6 @@ class RingLife(Home):
     def ended_error(self, claim: BaseClaim) -> AbortedError | LocalProtocolError:
         """Returns why a request that has ended can't be answered."""
         if claim.aborted:
-            by = "the end of its ring" if self.is_closed else "its frontend"
+            by = "the end of its ring" if self.home.is_closed else "its frontend"
             return AbortedError(f"request {claim.request_id} was aborted by {by}", request_id=claim.request_id)
         return LocalProtocolError(f"request {claim.request_id} has ended; answer before leaving its claim")

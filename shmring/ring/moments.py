@@ -45,7 +45,7 @@ class Moments:
 
     def _moment_passed(self) -> None:
         self._timer = None
-        if self._life.is_closed or self._life.forked or not self._book.is_awaited():
+        if self._life.home.is_closed or self._life.home.forked or not self._book.is_awaited():
             return
         loop = self._life.loop
         began_s = loop.time()

@@ -122,7 +122,7 @@ class Replies:
         slot = self._book.acquire_reply(claim.client_id, nbytes, claim.request_id)
         if slot is not None:
             return slot
-        self._life.check_loop()
+        self._life.home.check_loop()
         place = self._line.enter()
         self._book.queue_reply(claim.client_id, place, nbytes, claim.request_id)
         give_up = functools.partial(self._give_up, place, claim)

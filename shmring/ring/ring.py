@@ -106,7 +106,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         Raises:
             ClosedError: the ring belongs to the process that forked this one.
         """
-        self._shell.life.check_process()
+        self._shell.life.home.check_process()
         await handle_claims(self.claim, handler, count_of(max_concurrency, "max_concurrency"))
 
     async def run_batches(
@@ -127,7 +127,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         Raises:
             ClosedError: the ring belongs to the process that forked this one.
         """
-        self._shell.life.check_process()
+        self._shell.life.home.check_process()
         count_of(most, "most")
         seconds_of(linger_s, "linger_s")
         await handle_batches(lambda: self.claim_many(most, linger_s=linger_s), handler)
@@ -289,7 +289,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         Raises:
             ClosedError: the ring is closed, or belongs to the process that forked this one.
         """
-        self._shell.life.check_open()
+        self._shell.life.home.check_open()
         return self._shell.inspection.inspect()
 
     def add_to_snapshots(self, describe_program: Callable[[], dict[str, Any]]) -> None:
@@ -301,7 +301,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         Raises:
             ClosedError: as :meth:`inspect`.
         """
-        self._shell.life.check_open()
+        self._shell.life.home.check_open()
         check_callable(describe_program, "describe_program")
         context = contextvars.copy_context()
         self._shell.inspection.describe_program = lambda: context.copy().run(describe_program)

@@ -117,7 +117,7 @@ class Shell:
     ) -> None:
         config = life.config
         self.life = life
-        self.loop = life.loop
+        self.home, self.loop = life.home, life.loop
         self._slab = slab = reserved.slab
         self._load_fd = reserved.load_fd
         self._load = reserved.load
@@ -179,7 +179,7 @@ class Shell:
 
     def check_claiming(self) -> None:
         """Raises :class:`ClosedError` unless requests may be claimed."""
-        self.life.check_open()
+        self.life.home.check_open()
         if self.end.is_draining:
             raise ClosedError(f"ring {self.life.name!r} is draining: it claims nothing more")
 
@@ -189,7 +189,7 @@ class Shell:
 
     def injector(self, name: str) -> Injector:
         """See :meth:`Ring.injector`."""
-        self.life.enter()
+        self.life.home.enter()
         client_id = self._handshakes.next_client_id()
         lease = self._book.connect(client_id, 0)
         if lease is not None:  # the smallest there is: it needs none
@@ -361,13 +361,13 @@ class Shell:
 
     async def drain(self, timeout: float | None, *, claiming: bool) -> bool:
         """See :meth:`Ring.drain`."""
-        self.life.enter()
+        self.life.home.enter()
         self._load.drain()
         if not claiming:
             self.end.wake_all(drains=True)
         end_s = math.inf if timeout is None else self.loop.time() + timeout
         read_by_s = self.loop.time() + _READ_S
-        while not self.life.is_closed:
+        while not self.life.home.is_closed:
             now_s = self.loop.time()
             if self.end.running_count or (claiming and self.end.waiting_count):
                 read_by_s = now_s + _READ_S
@@ -381,10 +381,10 @@ class Shell:
 
     async def close(self, reason: str) -> None:
         """See :meth:`Ring.close`."""
-        if self.life.is_closed or self.life.forked:
+        if self.life.home.is_closed or self.life.home.forked:
             return  # a forked child must not touch its parent's sockets
-        self.life.check_loop()
-        self.life.is_closed = True
+        self.life.home.check_loop()
+        self.life.home.is_closed = True
         self.end.is_open = False
         self.inspection.close()
         self._moments.close()
@@ -417,7 +417,7 @@ class Shell:
 
     def statistics(self) -> RingStatistics:
         """See :meth:`Ring.statistics`."""
-        self.life.check_process()
+        self.life.home.check_process()
         book, fan_out = self._book, self.workers.end
         connected = sum(client.connected for client in book.clients.values())
         memories: dict[str, Any] = {}

@@ -78,14 +78,14 @@ class Waits:
             self._timer.cancel()
         self._timer = None
         self._say_at_s.clear()
-        if self._looks % _LOOKS_IN_ROUND and not self._life.is_closed:
+        if self._looks % _LOOKS_IN_ROUND and not self._life.home.is_closed:
             self._let_overtake(False)
         self._looks = 0
 
     def _look(self) -> None:
         self._timer = self._life.loop.call_later(_LOOK_S, self._look)
         self._looks += 1
-        if not self._life.is_closed:
+        if not self._life.home.is_closed:
             self._let_overtake(self._looks % _LOOKS_IN_ROUND != 0)
         if not self._looks % _LOOKS_IN_ROUND:
             self._say()

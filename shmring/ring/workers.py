@@ -165,8 +165,7 @@ class Workers:
 
     def __init__(self, life: RingLife, end: EngineEnd, slab: Slab, copier: Copier) -> None:
         self.life = life
-        self.loop = life.loop
-        self.check_loop, self.closed = life.check_loop, life.closed_error  # for its end
+        self.home, self.loop = life.home, life.loop
         config = life.config
         self._slab = slab
         self._copier = copier
@@ -266,18 +265,18 @@ class Workers:
     async def _send(self, parcel: Parcel) -> None:
         """Sends a message. Meanwhile later messages to its workers wait, and no others."""
         try:
-            self.life.check_loop()
+            self.life.home.check_loop()
             await self._take_turn(parcel)
             try:
                 while not self.end.reserve_memory(parcel):
-                    self.life.check_open()
+                    self.life.home.check_open()
                     await self._changed(self.book.want_memory)
                 if not parcel.is_copied and (address := self.end.address_of(parcel)):
                     assert self._memory is not None
                     await self._copier.copy(parcel.packed, self._memory, address)
                     self.end.copied(parcel)
                 while True:
-                    self.life.check_open()
+                    self.life.home.check_open()
                     if self.end.publish(parcel):
                         break
                     await self._changed(lambda: self._want_room(parcel))
@@ -398,14 +397,14 @@ class Workers:
         """See :meth:`Ring.wait_workers`."""
         count = count_of(count, "count", least=0, most=limits.MAX_WORKERS)
         timeout = timeout_of(timeout)
-        self.life.enter()
+        self.life.home.enter()
         bound = asyncio.timeout(timeout)
         try:
             async with bound:
                 while len(self.book.ranks) < count:
-                    self.life.check_open()
+                    self.life.home.check_open()
                     await self._joined.wait(lambda _: None)
-                self.life.check_open()
+                self.life.home.check_open()
         except TimeoutError:
             if not bound.expired():
                 raise
@@ -472,7 +471,7 @@ class Workers:
                 self._reserved(reserving)  # if it was done before this waited, it may not have been called yet
             finally:
                 del reserving  # as below
-            self.life.check_open()
+            self.life.home.check_open()
 
     def _reserved(self, reserving: asyncio.Future[tuple[int, Mapping]]) -> None:
         if self._reserving is not reserving:
@@ -531,7 +530,7 @@ class Workers:
 
     def drop(self, rank: int, reason: str) -> None:
         """See :meth:`Ring.drop_worker`."""
-        self.life.check_open()
+        self.life.home.check_open()
         record = self.book.member(rank)
         if record is None:
             raise self.book.no_workers((rank,))

@@ -41,7 +41,6 @@ from shmring.core.compiled import (
     ENDED,
     FOREIGN,
     GAVE_UP,
-    Home,
     LinkReader,
     Poller,
     RecordHandler,
@@ -114,7 +113,7 @@ class Link:
         self._busy_poll_s = busy_poll_s
         self._max_backlog_nbytes = max_backlog_nbytes
         self._loop = asyncio.get_running_loop()
-        self._home = Home("this end of a ring", "connect again here", self._loop)
+        self._home = poller.home
         self._backlog: deque[bytes] = deque()
         self._backlog_nbytes = 0
         self.writer.told = busy_poll_s > 0

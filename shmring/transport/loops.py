@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from weakref import WeakValueDictionary
 
-from shmring.core.compiled import Home, Poller
+from shmring.core.compiled import Poller
 
 __all__ = ["poller_of"]
 
@@ -15,7 +15,6 @@ _pollers: WeakValueDictionary[int, Poller] = WeakValueDictionary()  # by the id 
 def poller_of(loop: asyncio.AbstractEventLoop) -> Poller:
     """Returns the poller of all links of a loop. It lives as long as one of them knows it."""
     poller = _pollers.get(id(loop))
-    if poller is None:
-        home = Home("this end of a ring", "connect again here", loop)
-        poller = _pollers[id(loop)] = Poller(loop, check_loop=home.check_loop)
+    if poller is None or poller.home.forked:
+        poller = _pollers[id(loop)] = Poller(loop)
     return poller

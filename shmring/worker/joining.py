@@ -70,7 +70,8 @@ class Joined:
         """
         decoder: PayloadDecoder = make_decoder(payload_type)
         packer: Packer = make_packer(self.max_tensors, self.max_payload_nbytes, self.max_values)
-        end = WorkerEnd(
+        return WorkerEnd(
+            shell,
             reader,
             writer,
             self.socket.fileno(),
@@ -84,8 +85,6 @@ class Joined:
             max_values=self.max_values,
             max_payload_nbytes=self.max_payload_nbytes,
         )
-        end.shell = shell
-        return end
 
     def close(self) -> None:
         """Ends the connection before it was used."""

@@ -133,10 +133,6 @@ class BaseConnection:
         """The error of a connection after half of a reply: nothing else can follow that."""
         return ClosedError(f"worker {self.rank} has given up in the middle of a reply")
 
-    def check_process(self) -> None:
-        """Raises ClosedError in a forked child."""
-        self.home.check_process()
-
     def _check_alive(self) -> None:
         self.home.check_process()
         if self._reason is not None:

@@ -200,7 +200,7 @@ def test_a_package_that_is_not_installed_is_missing() -> None:
 
 def ring() -> shmring.Ring:
     """The one that is open in this process."""
-    (found,) = (one for one in gc.get_objects() if type(one) is shmring.Ring and not one._shell.life.is_closed)
+    (found,) = (one for one in gc.get_objects() if type(one) is shmring.Ring and not one._shell.life.home.is_closed)
     return found
 
 

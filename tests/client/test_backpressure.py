@@ -14,6 +14,7 @@ import torch
 
 import shmring
 from shmring import Client, Ring
+from shmring.core.compiled import Home
 from shmring.ring.moments import Moments
 from tests.nursery import Nursery
 from tests.waiting import cancel, eventually, pass_time
@@ -300,7 +301,7 @@ def moments_of(look: Callable[[], list[Any]]) -> Moments:
             return look()
 
     class Life:
-        is_closed = forked = False
+        home = Home("an engine", "serve your own")
 
         @property
         def loop(self) -> asyncio.AbstractEventLoop:

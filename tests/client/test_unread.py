@@ -11,13 +11,14 @@ import logging
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import shmring
 from shmring import Client, Ring
+from shmring.core.compiled import Home
 from shmring.ring import waits
 from shmring.ring.places import Place, Places
 from tests.claiming import claimed
@@ -329,10 +330,9 @@ class Clock:
 class Life:
     """Of an engine that goes on."""
 
-    is_closed = False
-
     def __init__(self) -> None:
         self.loop = Clock()
+        self.home = Home("an engine", "serve your own", cast(Any, self.loop))
 
 
 def waiting_reply() -> Any:

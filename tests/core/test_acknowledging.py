@@ -7,7 +7,8 @@ import os
 import socket
 import struct
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from shmring.core.compiled import (
     LARGEST_BACKLOG,
     WORKER_PAGE_NBYTES,
     BaseMessage,
+    Home,
     Mapping,
     RecordReader,
     RecordWriter,
@@ -42,6 +44,7 @@ class Ends:
         os.ftruncate(slab, SLAB_NBYTES)
         self.page = mmap.mmap(page, WORKER_PAGE_NBYTES)
         self.end = WorkerEnd(
+            cast(Any, SimpleNamespace(home=Home("a worker", "join anew"))),
             RecordReader(bytearray(ring_nbytes(1024)), ours.fileno()),
             RecordWriter(bytearray(ring_nbytes(1024)), ours.fileno()),
             ours.fileno(),

@@ -21,6 +21,7 @@ from shmring.core.compiled import (
     EngineBook,
     EngineEnd,
     HeldSlots,
+    Home,
     LinkReader,
     Mapping,
     RecordHandler,
@@ -39,7 +40,7 @@ RECORDS = 4096
 class Shell:
     """Of an end to which nothing else happens."""
 
-    polls_busily = False
+    home = Home("a ring", "serve your own")
 
     def carry_out(self, effects: object) -> None:
         """None has an effect."""

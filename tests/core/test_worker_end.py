@@ -11,7 +11,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -23,6 +24,7 @@ from shmring.core.compiled import (
     FOREIGN,
     WORKER_PAGE_NBYTES,
     BaseMessage,
+    Home,
     Mapping,
     RecordReader,
     RecordWriter,
@@ -45,6 +47,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[WorkerEnd, mmap.mmap,
     os.ftruncate(fd, WORKER_PAGE_NBYTES)
     incoming = mmap.mmap(-1, ring_nbytes(1024))
     end = WorkerEnd(
+        cast(Any, SimpleNamespace(home=Home("a worker", "join anew"))),
         RecordReader(incoming, ours.fileno()),
         RecordWriter(bytearray(ring_nbytes(1024)), ours.fileno()),
         ours.fileno(),

@@ -29,6 +29,7 @@ from shmring.core.compiled import (
     FanOutBook,
     FanOutEnd,
     HeldSlots,
+    Home,
     JoinedWorker,
     LinkReader,
     Mapping,
@@ -220,6 +221,9 @@ def _check_views(value: object, content: Content) -> None:
         assert in_region or value.nbytes <= len(content.inline)
 
 
+_LOOP = asyncio.new_event_loop()  # that makes futures, and never runs
+atexit.register(_LOOP.close)
+_HOME = Home("what is fuzzed", "make another", _LOOP)
 _GEOMETRY = Geometry(leasable_blocks=12, reply_blocks=2)
 _LIMITS = EngineBookLimits(
     max_lease_blocks=8, quota_blocks=10, max_leases=3, max_inflight=4, kept_blocks=4, max_kept=3, max_pins=3
@@ -254,6 +258,8 @@ class _Claim(BaseClaim):
 
 class _Engine:
     """The shell of an engine's end: what :class:`~shmring.ring.shell.Shell` does for it, without connections."""
+
+    home = _HOME
 
     def __init__(self, book: EngineBook | None = None) -> None:
         self.book = EngineBook(_GEOMETRY, _LIMITS) if book is None else book
@@ -292,8 +298,8 @@ class _Engine:
         match decode_frontend_message(record):
             case Abort(request_id):
                 self.carry_out(self.book.abort(client_id, request_id))
-            case LeaseRequest(token, nbytes, preferred_nbytes, _, waits):
-                self.carry_out(self.book.request_lease(client_id, token, nbytes, preferred_nbytes, 0, waits))
+            case LeaseRequest() as request:
+                self.carry_out(self.book.request_lease(client_id, msgspec.structs.replace(request, memory=0)))
             case LeaseReturn(lease_ids):
                 self.carry_out(self.book.return_leases(client_id, lease_ids))
             case ReplyRelease(generations):
@@ -302,10 +308,9 @@ class _Engine:
                 self.carry_out(self.book.replies_read(client_id, request_ids))
             case Find(token, key):
                 self.carry_out(self.book.find(client_id, token, key))
-            case Keep(token, key, lease_id, offset, nbytes, generation, is_copied, payload):
-                check_kept(payload, nbytes, is_copied, _MAX_TENSORS, _MAX_VALUES)
-                slot = SlotRef(lease_id, offset, nbytes, generation)
-                self.carry_out(self.book.keep(client_id, token, key, slot, is_copied, payload))
+            case Keep() as content:
+                check_kept(content, _MAX_TENSORS, _MAX_VALUES)
+                self.carry_out(self.book.keep(client_id, content))
             case Unpin(generations):
                 self.carry_out(self.book.unpin(client_id, generations))
             case Goodbye(kept_lease_ids, kept_reply_generations, pinned_generations=pinned):
@@ -445,8 +450,6 @@ def slot_headers(data: bytes) -> None:
 _WORKERS = 2
 _WORKER_RING_NBYTES = 1 << 13
 _PAYLOADS = ({"step": 1}, {"text": "x" * 90}, {"pixels": np.ones(600, np.uint8)}, [np.ones((5, 900), np.uint8)])
-_LOOP = asyncio.new_event_loop()  # that makes futures, and never runs
-atexit.register(_LOOP.close)
 
 
 class _Worker(JoinedWorker):
@@ -466,7 +469,7 @@ class _FanOut:
     """The shell of an engine's end towards its workers: what :class:`~shmring.ring.workers.Workers` does for it, without
     connections."""
 
-    loop = _LOOP
+    home = _HOME
 
     def __init__(self, engine: _Engine) -> None:
         self.book = FanOutBook(3, _WORKERS)
@@ -759,6 +762,8 @@ def shared_claims(data: bytes) -> None:
 class _WorkersShell:
     """Whose messages they are."""
 
+    home = _HOME
+
     def fail_answer(self, sequence: int, error: BaseException) -> None:
         """Its engine would be told."""
 
@@ -774,6 +779,7 @@ def worker_records(data: bytes) -> None:
     page = _mapped(WORKER_PAGE_NBYTES)
     memory = bytearray(ring_nbytes(1 << 13))
     end = WorkerEnd(
+        _WorkersShell(),
         RecordReader(memory, -1),
         RecordWriter(bytearray(ring_nbytes(1 << 10)), -1),
         _BELL.fileno(),
@@ -787,7 +793,6 @@ def worker_records(data: bytes) -> None:
         max_values=_MAX_VALUES,
         max_payload_nbytes=_MAX_PAYLOAD_NBYTES,
     )
-    end.shell = _WorkersShell()
     if not RecordWriter(memory, -1).write(data[: largest_record_nbytes(1 << 13)]):
         return
     with contextlib.suppress(RemoteProtocolError, msgspec.ValidationError, TypeError):

@@ -222,7 +222,7 @@ FAULTS = (
         ),
         guard(
             "a wait in another loop raises an error that says so",
-            "self.submission._end.shell.check_loop()",
+            "self.submission._end.home.pass_loop()",
             "pass",
             "tests/ends/test_other_loops.py::test_a_client_of_a_loop_that_has_ended_says_so",
         ),
@@ -354,7 +354,7 @@ FAULTS = (
         ),
         guard(
             "a forked child may not use its parent's client",
-            "if self.is_closed or self._forks != forks():",
+            "if self.is_closed or self.is_forked():",
             "if self.is_closed:",
             "tests/integration/test_process_exit.py::test_a_forked_child_can_use_neither_end",
         ),
@@ -644,7 +644,7 @@ FAULTS = (
         ),
         guard(
             "a forked child may not use its parent's ring",
-            "if not self.is_open or self._forks != forks():",
+            "if not self.is_open or self.home.is_forked():",
             "if not self.is_open:",
             "tests/ends/test_forked_children.py::test_a_forked_child_is_refused",
         ),

@@ -439,7 +439,7 @@ FAULTS = (
         "shmring/client/life.py",
         (
             "replies that are here can not be read when the engine has gone",
-            "        if not self.is_usable and (self.forked or not isinstance(self.error, EngineDeadError)):\n"
+            "        if not self.is_usable and (self.home.forked or not isinstance(self.error, EngineDeadError)):\n"
             "            self.check_alive()",
             "        self.check_alive()",
             "tests/ring/test_batches.py::test_a_reply_that_came_in_a_message_can_be_read_when_its_engine_has_gone",

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from shmring.core.compiled import BaseMessage, RecordReader, RecordWriter, WorkerEnd, ring_nbytes
+from shmring.core.compiled import BaseMessage, Home, RecordReader, RecordWriter, WorkerEnd, ring_nbytes
 from shmring.core.messages import Refused
 from shmring.errors import LocalProtocolError
 from shmring.memory.tensors import make_decoder
@@ -74,8 +74,10 @@ class WorkerProcess:
         self.connection: EngineWorker = fan_out.join(self, rank)
         self.wire = self.connection.wire
         self._bell = self.connection.theirs.dup()
+        self.home = Home("a simulated worker", "join anew")
         self._link = self.wire.towards_frontend
         self._end = WorkerEnd(
+            self,
             RecordReader(bytearray(_NO_RING), -1),
             RecordWriter(bytearray(_NO_RING), -1),
             self._bell.fileno(),
@@ -89,7 +91,6 @@ class WorkerProcess:
             max_values=MAX_VALUES,
             max_payload_nbytes=MAX_PAYLOAD_NBYTES,
         )
-        self._end.shell = self
         self._calls = fan_out.truth.by_number
 
     def reachable(self) -> list[int]:
@@ -149,9 +150,6 @@ class WorkerProcess:
         self.wire.towards_engine.queue(failure_record(sequence, error))
 
     fail_answer_later = fail_answer
-
-    def check_process(self) -> None:
-        """For messages: it is no forked child."""
 
     # -- the end ---------------------------------------------------------------------------------------------------------------
 

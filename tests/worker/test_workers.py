@@ -79,7 +79,7 @@ async def ring(ring: Ring, clients: list[Client], workers: list[Worker], request
     yield ring
     for end in [*workers, *clients]:
         await end.close()
-    if not ring._shell.life.is_closed and "joined" not in request.fixturenames:
+    if not ring._shell.life.home.is_closed and "joined" not in request.fixturenames:
         await eventually(lambda: is_whole(ring))
 
 
