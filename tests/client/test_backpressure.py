@@ -7,6 +7,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import torch
 
 import shmring
 from shmring import Client, Ring
-from shmring.core.compiled import Home
 from shmring.ring.moments import Moments
 from tests.nursery import Nursery
 from tests.waiting import cancel, eventually, pass_time
@@ -301,7 +301,7 @@ def moments_of(look: Callable[[], list[Any]]) -> Moments:
             return look()
 
     class Life:
-        home = Home("an engine", "serve your own")
+        home = SimpleNamespace(is_closed=False, forked=False)
 
         @property
         def loop(self) -> asyncio.AbstractEventLoop:
