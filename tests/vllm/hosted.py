@@ -270,27 +270,21 @@ def threads_of(executor: VllmExecutor, run: Any) -> dict[str, list[str]]:
     """On which threads prompts are made of requests of each kind."""
     builder = executor._builder
     threads: dict[str, list[str]] = defaultdict(list)
-    names = ("build", "tokenize")
-    made = {name: getattr(builder, name) for name in names}
+    build = builder.build
 
-    def note(name: str) -> Any:
-        def noted(request: GenerateRequest) -> Any:
-            kind = "pictures" if request.media else "texts" if vllm_module.count_characters(request) > 150 else "short"
-            threads[kind].append(threading.current_thread().name.rpartition("_")[0])
-            return made[name](request)
+    def noted(request: GenerateRequest) -> Any:
+        kind = "pictures" if request.media else "texts" if vllm_module.count_characters(request) > 150 else "short"
+        threads[kind].append(threading.current_thread().name.rpartition("_")[0])
+        return build(request)
 
-        return noted
-
-    for name in names:
-        setattr(builder, name, note(name))
+    builder.build = noted
     preparing._LONG_CHARACTERS, most = 150, preparing._LONG_CHARACTERS
     long = "A long text. " * 18
     tokenizing = GenerateRequest(prompt=long, tokenize=True)
     run(ask(TEXTS[0]), ask(long), ask(Picture(torch.from_numpy(picture(2).copy())), "Hi"), tokenizing)
     preparing._LONG_CHARACTERS = most
-    for name in names:
-        setattr(builder, name, made[name])
-    return {kind: sorted(set(some)) for kind, some in threads.items()}
+    builder.build = build
+    return threads
 
 
 def ask(*parts: str | Picture, **sampling: Any) -> GenerateRequest:

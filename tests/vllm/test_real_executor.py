@@ -176,7 +176,7 @@ def test_what_was_aborted_waits_for_no_thread_and_a_reset_only_for_the_medium_th
 
 def test_pictures_and_long_texts_are_made_into_prompts_beside_steps(seen: dict[str, Any]) -> None:
     threads = seen["threads"]
-    assert (threads["pictures"], threads["texts"]) == (["shmring-media"], ["shmring-texts"])
+    assert (threads["pictures"], threads["texts"]) == (["shmring-media"], ["shmring-texts"] * 2)
     assert threads["short"] == [""]  # the thread of steps
 
 
