@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from bench.machine import Machine
-from tests.chaos.driver import Happened, Incarnation, Observations, Sample
+from tests.chaos.driver import Happened, Incarnation, Observations
 from tests.chaos.journal import Aborted, Began, Ended, Gone, Held, Reusable, Wrong, read
 from tests.chaos.plan import Fault, Plan
 
@@ -72,7 +72,6 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
         death_to_reclaimed: from that, or the end of the last step, until the engine has nothing of the frontend any more.
         abort_to_reusable_on_core, death_to_reclaimed_on_core: without the time in which the processes waited for a core.
         engine_death_to_error: from that until each request has failed whose caller was waiting.
-        ended_per_second: how many requests ended in each second after the start, by outcome.
     """
 
     plan: Plan
@@ -100,10 +99,8 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     death_to_reclaimed: Latencies
     death_to_reclaimed_on_core: Latencies
     engine_death_to_error: Latencies
-    samples: list[Sample]
     happened: list[Happened]
     began_ns: int
-    ended_per_second: dict[str, list[int]]
 
     @property
     def must_be_zero(self) -> dict[str, int]:
@@ -233,10 +230,8 @@ def account(plan: Plan, seen: Observations) -> Findings:
         death_to_reclaimed=Latencies.of([wall for wall, _, _ in deaths]),
         death_to_reclaimed_on_core=Latencies.of([on_core for _, on_core, _ in deaths]),
         engine_death_to_error=Latencies.of(_engine_death_latencies(ledger, seen, engine_kills, stops)),
-        samples=seen.samples,
         happened=seen.happened,
         began_ns=seen.began_ns,
-        ended_per_second=_per_second(ledger.ended, seen),
     )
 
 
@@ -344,12 +339,3 @@ def _unexplained(ledger: _Ledger, seen: Observations, engine_kills: Sequence[Hap
 def _hung_up(seen: Observations) -> dict[int, int]:
     """When frontends dropped their connections, by pid: from then on their requests fail by their own doing."""
     return {event.pid: event.began_ns for event in seen.happened if event.fault is Fault.HANG_UP}
-
-
-def _per_second(ended: Iterable[Ended], seen: Observations) -> dict[str, list[int]]:
-    seconds = (seen.ended_ns - seen.began_ns) // 1_000_000_000 + 1
-    counts = {name: [0] * seconds for name in ("answered", "aborted", "failed")}
-    for request in ended:
-        name = request.outcome if request.outcome in counts else "failed"
-        counts[name][(request.at_ns - seen.began_ns) // 1_000_000_000] += 1
-    return counts

@@ -1,4 +1,4 @@
-"""``python -m tests.chaos``: options in; a table, JSON and a plot out; the exit status says whether anything was lost."""
+"""``python -m tests.chaos``: options in; a table and JSON out; the exit status says whether anything was lost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from bench.command_line import FILE, SETTINGS, MissingPlotter, check_plotter, terminated
+from bench.command_line import FILE, SETTINGS, terminated
 from tests.chaos import driver
 from tests.chaos.account import Findings, account
 from tests.chaos.plan import Plan, Sabotage
-from tests.chaos.report import table, write_json, write_plot
+from tests.chaos.report import table, write_json
 from tests.fleet.fleet import ChildError
 
 __all__ = ["chaos_command"]
@@ -27,28 +27,21 @@ _PIPE_WIDTH = 120  # of a table that goes into a file or a pipe
 @click.option("--seed", default=1, type=int, help="Of all that is drawn: faults, requests, contents.")
 @click.option("--frontends", default=3, type=click.IntRange(1, 64), help="Processes that send.")
 @click.option("--json", "json_path", default=None, type=FILE, help="Also write to this file.")
-@click.option("--plot", "plot_path", default=None, type=FILE, help="Also draw it: FILE.svg or FILE.png.")
 @click.option("--sabotage", default="", type=click.Choice(["", "corrupt", "leak", "lose"]), hidden=True)
-def chaos_command(
-    minutes: float, seed: int, frontends: int, json_path: Path | None, plot_path: Path | None, sabotage: Sabotage
-) -> None:
+def chaos_command(minutes: float, seed: int, frontends: int, json_path: Path | None, sabotage: Sabotage) -> None:
     """Processes killed, stopped and hung up under load; fails if anything is lost, corrupted or leaked."""
     signal.signal(signal.SIGTERM, terminated)
     quiet_limit_s = 2.0 if sabotage else 30.0  # what is lost on purpose is not waited for
     plan = Plan(minutes=minutes, seed=seed, frontends=frontends, quiet_limit_s=quiet_limit_s, sabotage=sabotage)
     found: list[Findings] = []
     try:
-        if plot_path is not None:
-            check_plotter()
         asyncio.run(driver.run(plan, lambda line: click.echo(line, err=True), lambda seen: found.append(account(plan, seen))))
-    except (ChildError, MissingPlotter) as error:
+    except ChildError as error:
         raise click.ClickException(str(error)) from error
     [findings] = found
     Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table(findings))
     if json_path is not None:
         write_json(findings, json_path)
-    if plot_path is not None:
-        write_plot(findings, plot_path)
     for wrong in findings.wrongs:
         click.echo(wrong, err=True)
     if not findings.passed:

@@ -33,7 +33,7 @@ from tests.chaos.worker_process import run_worker
 from tests.fleet.child import Program
 from tests.fleet.fleet import Child, ChildError, Fleet
 
-__all__ = ["Happened", "Incarnation", "Observations", "QuietLook", "Sample", "run"]
+__all__ = ["Happened", "Incarnation", "Observations", "QuietLook", "run"]
 
 _SAMPLE_INTERVAL_S = 0.25
 _STATISTICS_LIMIT_S = 30.0
@@ -54,16 +54,6 @@ class Happened(msgspec.Struct, frozen=True):
     ended_ns: int
     engines_waited_ns: dict[int, int] = {}
     word_ns: int = 0
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """The engines' slabs together at one moment."""
-
-    at_ns: int
-    free_nbytes: int
-    leased_nbytes: int
-    quarantined_nbytes: int
-    slots_in_use: int
 
 
 class QuietLook(msgspec.Struct, frozen=True):
@@ -99,7 +89,6 @@ class Observations(msgspec.Struct):
     began_ns: int = 0
     ended_ns: int = 0
     happened: list[Happened] = msgspec.field(default_factory=list)
-    samples: list[Sample] = msgspec.field(default_factory=list)
     looks: list[QuietLook] = msgspec.field(default_factory=list)
     incarnations: list[Incarnation] = msgspec.field(default_factory=list)
     violations: list[str] = msgspec.field(default_factory=list)
@@ -196,16 +185,14 @@ class _Driver:
     async def sample(self) -> None:
         """Looks at the slabs now and then; what is free, leased, quarantined and kept must always be all of each."""
         while True:
-            counts = [each for each in [await self.statistics(name) for name in self.names] if each is not None]
-            parts = [[each[f"{what}_nbytes"] for what in ("free", "leased", "quarantined", "kept")] for each in counts]
-            for each, part in zip(counts, parts, strict=True):
-                if sum(part) != each["leasable_nbytes"]:
-                    self.seen.violations.append(f"{' + '.join(map(str, part))} is not {each['leasable_nbytes']}")
-                if each["protocol_errors"]:
-                    self.seen.violations.append(f"{each['protocol_errors']} frontends were said to break the protocol")
-            if len(counts) == len(self.names):
-                free, leased, quarantined, _ = map(sum, zip(*parts, strict=True))
-                self.seen.samples.append(Sample(time.monotonic_ns(), free, leased, quarantined, sum(map(_in_use, counts))))
+            for name in self.names:
+                if (now := await self.statistics(name)) is None:
+                    continue
+                parts = [now[f"{what}_nbytes"] for what in ("free", "leased", "quarantined", "kept")]
+                if sum(parts) != now["leasable_nbytes"]:
+                    self.seen.violations.append(f"{' + '.join(map(str, parts))} is not {now['leasable_nbytes']}")
+                if now["protocol_errors"]:
+                    self.seen.violations.append(f"{now['protocol_errors']} frontends were said to break the protocol")
             await asyncio.sleep(_SAMPLE_INTERVAL_S)
 
     async def statistics(self, name: str) -> dict[str, int] | None:
@@ -398,13 +385,9 @@ class _Driver:
             await asyncio.sleep(_SETTLE_POLL_S)
 
 
-def _in_use(counts: dict[str, int]) -> int:
-    in_slots = counts["slots_published"] + counts["slots_claimed"] + counts["slots_draining"]
-    return in_slots + counts["kept_pinned"]
-
-
 def _held(counts: dict[str, int]) -> int:
-    return _in_use(counts) + counts["broadcasts_outstanding"]
+    in_slots = counts["slots_published"] + counts["slots_claimed"] + counts["slots_draining"]
+    return in_slots + counts["kept_pinned"] + counts["broadcasts_outstanding"]
 
 
 async def run(plan: Plan, progress: Callable[[str], None], keep: Callable[[Observations], None]) -> None:

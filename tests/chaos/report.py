@@ -1,27 +1,19 @@
-"""What a run has shown, as a table to read, as JSON to keep, and as a plot to look at.
-
-The plot needs matplotlib, which only this needs: it is imported when a plot is asked for, and asked for before the run, so
-that nobody learns ten minutes later that it is missing.
-"""
+"""What a run has shown, as a table to read, and as JSON to keep."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.table import Table
 
-from bench.command_line import check_plotter
 from tests.chaos.account import Findings, Latencies
-from tests.chaos.plan import Fault
 
-__all__ = ["table", "write_json", "write_plot"]
+__all__ = ["table", "write_json"]
 
 _ABORT_TARGET_MS = 5.0
 _DEATH_TARGET_MS = 50.0
 _ENGINE_DEATH_TARGET_MS = 100.0
-_MARKED = {Fault.KILL_ENGINE: "tab:red", Fault.KILL_FRONTEND: "tab:orange", Fault.STOP_ENGINE: "tab:purple"}
 
 
 def table(findings: Findings) -> Table:
@@ -70,64 +62,3 @@ def write_json(findings: Findings, path: Path) -> None:
     """Writes everything that was found."""
     kept = msgspec.to_builtins(findings) | {"passed": findings.passed, "must_be_zero": findings.must_be_zero}
     path.write_bytes(msgspec.json.format(msgspec.json.encode(kept)) + b"\n")
-
-
-def write_plot(findings: Findings, path: Path) -> None:
-    """Draws the run, as SVG or PNG as the name of the file says: requests and faults, the slab, and how fast memory came back.
-
-    Raises:
-        MissingPlotter: matplotlib is not installed.
-    """
-    check_plotter()
-    from matplotlib.figure import Figure  # no pyplot: it keeps figures, and looks for a display
-
-    figure = Figure(figsize=(12, 9), layout="constrained")
-    requests, slab, latencies = figure.subplots(3, 1, height_ratios=(2, 2, 1.5))
-    _draw_requests(requests, findings)
-    _draw_slab(slab, findings)
-    _draw_latencies(latencies, findings)
-    verdict = "nothing lost, corrupted or leaked" if findings.passed else "FAILED"
-    figure.suptitle(f"{findings.requests:,} requests, {findings.kills} processes killed, seed {findings.plan.seed}: {verdict}")
-    figure.savefig(path)
-
-
-def _draw_requests(axes: Any, findings: Findings) -> None:
-    counts = findings.ended_per_second
-    axes.stackplot(
-        range(len(counts["answered"])), *counts.values(), labels=list(counts), colors=["#a8d5a2", "#c9c9c9", "#e8a0a0"]
-    )
-    for fault, colour in _MARKED.items():
-        times = [(event.began_ns - findings.began_ns) / 1e9 for event in findings.happened if event.fault is fault]
-        axes.vlines(times, 0, 1, transform=axes.get_xaxis_transform(), color=colour, linewidth=0.6, label=fault.value)
-    axes.set(ylabel="requests ended per second", xlim=(0, findings.seconds))
-    axes.legend(loc="upper right", fontsize="small")
-
-
-def _draw_slab(axes: Any, findings: Findings) -> None:
-    times = [(sample.at_ns - findings.began_ns) / 1e9 for sample in findings.samples]
-    parts = {
-        "free": [sample.free_nbytes / (1 << 20) for sample in findings.samples],
-        "leased": [sample.leased_nbytes / (1 << 20) for sample in findings.samples],
-        "quarantined": [sample.quarantined_nbytes / (1 << 20) for sample in findings.samples],
-    }
-    axes.stackplot(times, *parts.values(), labels=list(parts), colors=["#dfe8f2", "#7ba3cf", "#d98e73"], step="post")
-    axes.set(ylabel="slab, MiB", xlabel="seconds", xlim=(0, findings.seconds))
-    axes.legend(loc="upper right", fontsize="small")
-
-
-def _draw_latencies(axes: Any, findings: Findings) -> None:
-    series = {
-        "abort to reusable": findings.abort_to_reusable.all_ms,
-        "abort to reusable, without waits for a core": findings.abort_to_reusable_on_core.all_ms,
-        "death to reclaimed": findings.death_to_reclaimed.all_ms,
-        "death to reclaimed, without waits for a core": findings.death_to_reclaimed_on_core.all_ms,
-        "engine's death to error": findings.engine_death_to_error.all_ms,
-    }
-    for name, all_ms in series.items():
-        if all_ms:
-            shares = [(index + 1) / len(all_ms) for index in range(len(all_ms))]
-            axes.step([max(ms, 0.01) for ms in all_ms], shares, where="post", label=f"{name} ({len(all_ms):,})")
-    axes.set(xscale="log", xlabel="milliseconds beyond the running step", ylabel="share", ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
-    if any(series.values()):
-        axes.legend(loc="lower right", fontsize="small")

@@ -12,14 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from click.testing import CliRunner
 
 from tests.chaos.account import Findings, account
-from tests.chaos.command import chaos_command
-from tests.chaos.driver import Happened, Incarnation, Observations, QuietLook, Sample
+from tests.chaos.driver import Happened, Incarnation, Observations, QuietLook
 from tests.chaos.journal import Aborted, Began, Ended, Gone, Held, Journal, Record, Reusable, read
 from tests.chaos.plan import Event, Fault, Plan, phases
-from tests.chaos.report import write_plot
 from tests.fleet import cargo
 from tests.tables import for_each
 
@@ -235,23 +232,3 @@ def test_what_is_broken_on_purpose_is_found(tmp_path: Path, sabotage: str, what:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED" in done.stdout
     assert json.loads(path.read_bytes())["must_be_zero"][what] > 0
-
-
-# -- the plot ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_plot_without_matplotlib_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = CliRunner().invoke(chaos_command, ["--plot", str(tmp_path / "plot.svg")])
-    assert done.exit_code == 1
-    assert "pip install -e '.[bench]'" in done.output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_plot_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    observations = seen(tmp_path, {2: [Began(1, "copied", 0), Ended(1, "answered", 110 * MS)]}, {})
-    observations.samples = [Sample(at * MS, 10 << 20, 2 << 20, 0, 1) for at in (100, 900)]
-    observations.happened = [Happened(Fault.KILL_ENGINE, 1, 100 * MS, 120 * MS)]
-    write_plot(settle(observations), tmp_path / "plot.of.it.svg")
-    assert b"<svg" in (tmp_path / "plot.of.it.svg").read_bytes()

@@ -1,4 +1,4 @@
-"""``python -m tests.soak``: options in; tables, JSON and a plot out; the exit status says whether anything grew."""
+"""``python -m tests.soak``: options in; tables and JSON out; the exit status says whether anything grew."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from bench.command_line import FILE, SETTINGS, MissingPlotter, check_plotter, terminated
+from bench.command_line import FILE, SETTINGS, terminated
 from bench.results import write_json
 from tests.fleet.fleet import ChildError
 from tests.soak import driver, report
@@ -29,24 +29,20 @@ _SABOTAGES = click.Choice([sabotage.value for sabotage in Sabotage])
 @click.option("--frontends", default=3, type=click.IntRange(1, 64), help="Processes that send.")
 @click.option("--seed", default=1, type=int, help="Of all that is drawn.")
 @click.option("--json", "json_path", default=None, type=FILE, help="Also write to this file.")
-@click.option("--plot", "plot_path", default=None, type=FILE, help="Also draw it: FILE.svg or FILE.png.")
 @click.option("--sabotage", "sabotages", multiple=True, type=_SABOTAGES, hidden=True)
 def soak_command(
     minutes: float,
     frontends: int,
     seed: int,
     json_path: Path | None,
-    plot_path: Path | None,
     sabotages: tuple[str, ...],
 ) -> None:
     """Load in a loop of phases; fails if memory or descriptors grow, or if the slab does not come home."""
     signal.signal(signal.SIGTERM, terminated)
     plan = Plan.of(minutes, frontends, seed, tuple(Sabotage(name) for name in sabotages))
     try:
-        if plot_path is not None:
-            check_plotter()
         seen = asyncio.run(driver.run(plan, lambda line: click.echo(line, err=True)))
-    except (ChildError, MissingPlotter) as error:
+    except ChildError as error:
         raise click.ClickException(str(error)) from error
     checks = judge(seen)
     result = report.findings(plan, seen, checks)
@@ -55,10 +51,6 @@ def soak_command(
         console.print(table.rich())
     if json_path is not None:
         command = f"python -m tests.soak --minutes {minutes:g} --frontends {frontends} --seed {seed}"
-        if plot_path is not None:
-            command += f" --plot {plot_path}"
         write_json(msgspec.structs.replace(result, command=command), json_path)
-    if plot_path is not None:
-        report.draw(seen.samples, all(check.passed for check in checks), plot_path)
     if not all(check.passed for check in checks):
         raise click.ClickException("something grew, did not come home or failed: see the table")

@@ -1,4 +1,4 @@
-"""What a run has shown: as tables, as JSON to keep, and as a plot to look at."""
+"""What a run has shown: as tables."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from bench.machine import Machine
 from bench.results import Findings, Table, Verdict
@@ -15,18 +13,9 @@ from tests.soak.driver import ENGINE, Observations, Sample
 from tests.soak.plan import Phase, Plan
 from tests.soak.verdict import Check
 
-__all__ = ["draw", "findings"]
+__all__ = ["findings"]
 
 _MIB = 1 << 20
-_POINTS = 500  # of a line
-_COLOURS = {
-    Phase.SMALL: "#cfe2f3",
-    Phase.LARGE: "#f9e0c7",
-    Phase.STREAMS: "#d9ead3",
-    Phase.ABORTS: "#f4cccc",
-    Phase.RECONNECTS: "#e4d7f0",
-    Phase.IDLE: "#ffffff",
-}
 
 
 def findings(plan: Plan, seen: Observations, checks: Sequence[Check]) -> Findings:
@@ -58,7 +47,6 @@ def _target(checks: Sequence[Check]) -> Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class _Rate:
-    at_s: float
     phase: Phase
     requests: float
     nbytes: float
@@ -103,7 +91,7 @@ def _rates(samples: Sequence[Sample]) -> list[_Rate]:
         if (before.cycle, before.phase) == (after.cycle, after.phase):
             seconds = after.at_s - before.at_s
             done = [(new - old) / seconds for new, old in zip(_counts(after), _counts(before), strict=True)]
-            rates.append(_Rate(after.at_s, after.phase, *done))
+            rates.append(_Rate(after.phase, *done))
     return rates
 
 
@@ -114,59 +102,3 @@ def _counts(sample: Sample) -> tuple[int, int, int]:
         sum(counts.nbytes for counts in seen),
         sum(counts.aborted for counts in seen),
     )
-
-
-def draw(samples: Sequence[Sample], passed: bool, path: Path) -> None:
-    """Draws a run, as SVG or PNG as the name of the file says. Needs matplotlib (:func:`bench.command_line.check_plotter`)."""
-    from matplotlib.figure import Figure  # no pyplot: it keeps figures, and looks for a display
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(12, 13), layout="constrained")
-    axes = figure.subplots(6, 1, sharex=True)
-    step = max(1, len(samples) // _POINTS)
-    lags = [samples[start : start + step] for start in range(0, len(samples), step)]
-    samples = samples[::step]
-    times = [sample.at_s / 60 for sample in samples]
-    for process in samples[0].processes:
-        mine = [sample.processes[process] for sample in samples]
-        axes[0].plot(times, [sample.footprint.private_nbytes / _MIB for sample in mine], label=process, linewidth=1)
-        axes[1].plot(times, [sample.footprint.shared_nbytes / _MIB for sample in mine], label=process, linewidth=1)
-        axes[2].plot(times, [sample.footprint.descriptors for sample in mine], label=process, linewidth=1)
-        longest = [max(sample.processes[process].seen.lag_s for sample in together) for together in lags]
-        axes[4].plot(times, [max(lag_s * 1e3, 0.1) for lag_s in longest], label=process, linewidth=0.8)
-    engine = [sample.processes[ENGINE].seen for sample in samples]
-    axes[3].plot(times, [report.leased_nbytes / _MIB for report in engine], label="leased", linewidth=1)
-    axes[3].plot(times, [report.reply_slots_nbytes / _MIB for report in engine], label="replies", linewidth=1)
-    axes[3].plot(times, [report.quarantined_nbytes / _MIB for report in engine], label="quarantined", linewidth=1)
-    rates = _rates(samples)
-    rated = [rate.at_s / 60 for rate in rates]
-    axes[5].plot(rated, [max(rate.requests, 1) for rate in rates], label="requests/s", linewidth=1)
-    axes[5].plot(rated, [max(rate.nbytes / 1e6, 1) for rate in rates], label="MB/s", linewidth=1)
-    labels = ("private memory, MiB", "shared memory, MiB", "descriptors", "slab, MiB", "loop lag, ms", "throughput")
-    for axis, label in zip(axes, labels, strict=True):
-        _shade(axis, samples)
-        axis.set(ylabel=label, xlim=(0, times[-1]))
-        axis.legend(loc="upper right", fontsize="x-small", ncols=4)
-        axis.grid(axis="y", alpha=0.3)
-    for axis in axes[:4]:
-        axis.set_ylim(bottom=0, top=axis.get_ylim()[1] * 1.2)  # room for the legend
-    axes[0].add_artist(axes[0].get_legend())  # or the next one would replace it
-    patches = [Patch(color=colour, label=phase.value) for phase, colour in _COLOURS.items() if phase is not Phase.IDLE]
-    axes[0].legend(handles=patches, loc="lower right", fontsize="x-small", ncols=len(patches))
-    axes[4].set_yscale("log")
-    axes[5].set(yscale="log", xlabel="minutes")
-    cycles = len({sample.cycle for sample in samples})
-    figure.suptitle(
-        f"{cycles} cycles of {', '.join(phase.value for phase in Phase)}: {'nothing grows' if passed else 'FAILED'}"
-    )
-    figure.savefig(path)
-
-
-def _shade(axis: Any, samples: Sequence[Sample]) -> None:
-    """Marks the phases by their colours, behind everything."""
-    began, phase = 0.0, samples[0].phase
-    for sample, following in zip(samples, [*samples[1:], None], strict=True):
-        if following is None or following.phase is not phase:
-            axis.axvspan(began / 60, sample.at_s / 60, color=_COLOURS[phase], zorder=0, linewidth=0)
-            began = sample.at_s
-            phase = following.phase if following is not None else phase

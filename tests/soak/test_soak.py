@@ -144,12 +144,6 @@ def test_two_cycles_say_nothing() -> None:
         judge(observed(cycles=2))
 
 
-def test_a_plot_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    report.draw(observed(cycles=3).samples, True, tmp_path / "soak.svg")
-    assert b"<svg" in (tmp_path / "soak.svg").read_bytes()
-
-
 def test_what_is_kept_of_a_run_has_its_longest_stall_and_no_samples() -> None:
     seen = observed(cycles=3)
     late = msgspec.structs.replace(seen.samples[8].processes[ENGINE].seen, lag_s=0.5)
