@@ -31,7 +31,7 @@ import shmring
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
 from shmring.processes.process import Process
 from tests.nursery import Nursery
-from tests.waiting import AdjustableLoop, eventually, pass_time, settled, turns
+from tests.waiting import AdjustableLoop, settled
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -388,24 +388,6 @@ def run_python() -> Iterator[Callable[..., Process]]:
             return stack.enter_context(Process.start([sys.executable, *map(str, arguments)], **options))
 
         yield start
-
-
-# -- waiting ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(name="eventually")
-def _eventually() -> Callable[..., Awaitable[Any]]:
-    return eventually
-
-
-@pytest.fixture(name="turns")
-def _turns() -> Callable[[], Awaitable[None]]:
-    return turns
-
-
-@pytest.fixture(name="pass_time")
-def _pass_time() -> Callable[[float], Awaitable[None]]:
-    return pass_time
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

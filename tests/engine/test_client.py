@@ -24,6 +24,7 @@ from shmring.engine.protocol import (
     TextPart,
 )
 from tests.sessions import attachment_of, session_of
+from tests.waiting import eventually
 
 REQUEST = EncodeRequest([Picture(torch.ones(5000, dtype=torch.uint8))])
 QUESTION = GenerateRequest([ChatMessage("user", [TextPart("why?")])])
@@ -42,7 +43,7 @@ async def test_there_must_be_an_engine_to_connect_to(socket_dir: Any) -> None:
         await EngineClient.connect("nobody", socket_dir=str(socket_dir), connect_timeout_s=0.0)
 
 
-async def test_embeddings_are_the_callers_own_and_keep_no_reply_slot(serve: Any, socket_dir: Any, eventually: Any) -> None:
+async def test_embeddings_are_the_callers_own_and_keep_no_reply_slot(serve: Any, socket_dir: Any) -> None:
     async def answer(claim: shmring.Claim) -> None:
         await claim.reply(EncodeReply(torch.full((1, 5000), 2.0)))
 
@@ -55,7 +56,7 @@ async def test_embeddings_are_the_callers_own_and_keep_no_reply_slot(serve: Any,
     assert ring.statistics().replies == 1
 
 
-async def test_without_an_engine_every_call_fails_at_once(client: EngineClient, serve: Any, eventually: Any) -> None:
+async def test_without_an_engine_every_call_fails_at_once(client: EngineClient, serve: Any) -> None:
     session = session_of(client.ring)
     assert session is not None
     assert client.is_running
@@ -141,7 +142,7 @@ async def test_a_timeout_travels_as_a_deadline_and_the_request_of_the_caller_is_
     assert REQUEST.deadline is None
 
 
-async def test_an_engine_is_asked_what_it_is_once_in_its_life(serve: Any, socket_dir: Any, eventually: Any) -> None:
+async def test_an_engine_is_asked_what_it_is_once_in_its_life(serve: Any, socket_dir: Any) -> None:
     models: list[str] = []
 
     def calls(model: str) -> Any:

@@ -17,13 +17,14 @@ from shmring.engine.client import EngineClient
 from shmring.engine.core import EngineCore
 from shmring.engine.executors import ExecutorOptions, create_executor
 from shmring.engine.protocol import ChatMessage, EncodeRequest, GenerateRequest, Picture, SamplingParams, Text, TextPart
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "colours.py"
 
 
 @pytest.fixture
-async def client(socket_dir: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineClient]:
+async def client(socket_dir: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineClient]:
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     monkeypatch.delitem(sys.modules, "colours", raising=False)
     executor = create_executor("colours:Colours", ExecutorOptions(options={"max_words": 6}))

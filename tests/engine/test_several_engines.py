@@ -15,6 +15,7 @@ from shmring.engine.client import EngineClient
 from shmring.engine.protocol import Calls, EngineRequestPayload, GenerateReply, GenerateRequest, InputSpec, ModelDescription
 from shmring.frontend.media.decoder_pool import DecoderStatistics
 from shmring.frontend.operator.health import HealthReporter
+from tests.waiting import eventually
 
 NAMES = ["engine-0", "engine-1"]
 QUESTION = GenerateRequest([])
@@ -118,9 +119,7 @@ async def test_requests_go_to_one_and_control_calls_to_all(client: EngineClient,
     await client.check_health()
 
 
-async def test_an_engine_that_dies_is_missed_by_nobody(
-    client: EngineClient, engines: list[Engine], serve: Any, eventually: Any
-) -> None:
+async def test_an_engine_that_dies_is_missed_by_nobody(client: EngineClient, engines: list[Engine], serve: Any) -> None:
     for engine in engines:
         engine.answers.clear()
     asking = [asyncio.create_task(said(client)) for _ in range(4)]

@@ -24,6 +24,7 @@ from shmring.frontend.media.decoder_pool import DecoderDiedError, DecoderPool
 from shmring.frontend.settings import CorsSettings
 from tests.frontend.talking import picture_url
 from tests.tables import for_each
+from tests.waiting import eventually
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -217,7 +218,7 @@ async def test_failures_of_the_executor(open_engine: Any, open_app: OpenApp) -> 
         assert "the executor says no" in error["message"]
 
 
-async def test_an_engine_that_takes_too_long(open_engine: Any, open_app: OpenApp, eventually: Any) -> None:
+async def test_an_engine_that_takes_too_long(open_engine: Any, open_app: OpenApp) -> None:
     async def dawdle(claim: shmring.Claim) -> None:
         aborted = asyncio.Event()
         claim.on_abort(aborted.set)
@@ -230,7 +231,7 @@ async def test_an_engine_that_takes_too_long(open_engine: Any, open_app: OpenApp
 
 
 @pytest.mark.usefixtures("fresh_metrics")
-async def test_without_an_engine_all_say_503(open_engine: Any, open_app: OpenApp, eventually: Any) -> None:
+async def test_without_an_engine_all_say_503(open_engine: Any, open_app: OpenApp) -> None:
     engine = await open_engine()
     http, late = await open_app(engine), await open_app(engine)
     assert (await http.get("/health")).status_code == 200
@@ -350,9 +351,7 @@ async def test_metrics_count_what_happened(open_engine: Any, open_app: OpenApp) 
         assert line in response.text
 
 
-async def test_many_requests_at_once_are_all_answered(
-    open_engine: Any, open_app: OpenApp, embedding_of: Any, eventually: Any
-) -> None:
+async def test_many_requests_at_once_are_all_answered(open_engine: Any, open_app: OpenApp, embedding_of: Any) -> None:
     many = np.random.default_rng(4).integers(0, 256, (24, 150, 200, 3), np.uint8)
     engine = await open_engine(slab_nbytes="512KiB")  # four at a time
     http = await open_app(engine, max_concurrent_media=6)
@@ -372,7 +371,7 @@ async def test_a_server_that_shuts_down_is_not_ready(open_engine: Any, start_app
         assert (await http.get("/health")).status_code == 200
 
 
-async def test_a_step_that_hangs_is_unhealthy(open_core: Any, open_app: OpenApp, chat_of: Any, eventually: Any) -> None:
+async def test_a_step_that_hangs_is_unhealthy(open_core: Any, open_app: OpenApp, chat_of: Any) -> None:
     engine = await open_core({"step_s": 0.5}, step_timeout_s=0.01)
     http = await open_app(engine)
     request = asyncio.create_task(http.post(CHATS, json=chat_of(max_tokens=1)))

@@ -28,6 +28,7 @@ from shmring.engine.scheduler import SchedulerConfig
 from shmring.frontend.callers.admission import Admitted
 from shmring.frontend.inference import Inference
 from tests.frontend.talking import OpenTalk, alone, data_events
+from tests.waiting import eventually
 
 PIXELS = np.random.default_rng(6).integers(0, 256, (2, 24, 32, 3), np.uint8)
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
@@ -43,7 +44,7 @@ GENERATING = ModelDescription(
 )
 
 
-async def test_an_answer_comes_whole(open_core: Any, open_app: OpenApp, chat_of: Any, eventually: Any) -> None:
+async def test_an_answer_comes_whole(open_core: Any, open_app: OpenApp, chat_of: Any) -> None:
     engine = await open_core()
     http = await open_app(engine)
     response = await http.post(PATH, json=chat_of(*PIXELS, max_tokens=3))
@@ -166,7 +167,7 @@ async def test_the_times_of_an_answer_are_counted(open_core: Any, open_app: Open
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_deadline_is_of_all_of_it(
-    open_core: Any, open_app: OpenApp, chat_of: Any, stream: bool, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    open_core: Any, open_app: OpenApp, chat_of: Any, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a stream, the time is over when it has begun: not by a clock, or a busy machine would let it pass before that."""
     begin = Inference.begin
@@ -200,7 +201,7 @@ async def test_the_deadline_counts_waiting_for_a_turn_and_a_slot(open_core: Any,
     assert [response.status_code for response in both] == [504, 504]
 
 
-async def test_a_stream_holds_neither_turn_nor_slot(open_core: Any, open_server: Any, chat_of: Any, eventually: Any) -> None:
+async def test_a_stream_holds_neither_turn_nor_slot(open_core: Any, open_server: Any, chat_of: Any) -> None:
     """Also while the engine goes on: its media were for the first step."""
     engine = await open_core({"step_s": 0.005})
     url = await open_server(engine, max_concurrent_media=1)
@@ -215,9 +216,7 @@ async def test_a_stream_holds_neither_turn_nor_slot(open_core: Any, open_server:
             assert engine.client.ring.statistics().in_flight == 1  # the first one still goes on
 
 
-async def test_while_the_engine_is_paused_requests_wait(
-    open_core: Any, open_app: OpenApp, chat_of: Any, eventually: Any
-) -> None:
+async def test_while_the_engine_is_paused_requests_wait(open_core: Any, open_app: OpenApp, chat_of: Any) -> None:
     engine = await open_core()
     http = await open_app(engine)
     assert (await http.get("/ready")).status_code == 200
@@ -233,7 +232,7 @@ async def test_while_the_engine_is_paused_requests_wait(
     assert (await http.get("/ready")).status_code == 200
 
 
-async def test_pausing_gives_up_what_runs(open_core: Any, open_app: OpenApp, chat_of: Any, eventually: Any) -> None:
+async def test_pausing_gives_up_what_runs(open_core: Any, open_app: OpenApp, chat_of: Any) -> None:
     engine = await open_core({"step_s": 0.005})
     http = await open_app(engine)
     request = asyncio.create_task(http.post(PATH, json=chat_of(max_tokens=100_000)))
@@ -244,7 +243,7 @@ async def test_pausing_gives_up_what_runs(open_core: Any, open_app: OpenApp, cha
     assert response.headers["retry-after"] == "1"
 
 
-async def test_a_full_engine_is_a_503(open_core: Any, open_app: OpenApp, chat_of: Any, eventually: Any) -> None:
+async def test_a_full_engine_is_a_503(open_core: Any, open_app: OpenApp, chat_of: Any) -> None:
     engine = await open_core({"step_s": 0.005}, scheduler_config=SchedulerConfig(max_num_seqs=1, max_waiting=1))
     http = await open_app(engine)
     running = asyncio.create_task(http.post(PATH, json=chat_of(max_tokens=100_000)))

@@ -19,6 +19,7 @@ from shmring.frontend.served_model import ServedModel
 from tests.frontend.talking import MODEL as MODEL_OF_ALL
 from tests.frontend.talking import OpenTalk, Talk, alone, data_events
 from tests.tables import for_each
+from tests.waiting import eventually
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -101,7 +102,7 @@ async def test_several_prompts_are_answered_by_index(open_talk: OpenTalk) -> Non
     assert sorted(choice["index"] for choice in choices if choice["finish_reason"]) == list(range(6))
 
 
-async def test_one_prompt_that_fails_ends_all(open_talk: OpenTalk, eventually: Any) -> None:
+async def test_one_prompt_that_fails_ends_all(open_talk: OpenTalk) -> None:
     async def fail(claim: shmring.Claim) -> None:
         if claim.payload.prompt == "b":
             raise ValueError("not this one")
@@ -128,7 +129,7 @@ async def test_prompts_of_one_request_do_not_take_the_engine_from_others(open_ta
     assert max(at_once) <= 8
 
 
-async def test_who_hangs_up_aborts_all_prompts(open_engine: Any, open_server: Any, eventually: Any) -> None:
+async def test_who_hangs_up_aborts_all_prompts(open_engine: Any, open_server: Any) -> None:
     async def go_on(claim: shmring.Claim) -> None:
         await claim.reply(GenerateReply("x", [1], 1, 1))
         await asyncio.Event().wait()
@@ -183,7 +184,7 @@ async def test_tokens_that_do_not_come_in_time_are_given_up(
 # -- load and health -----------------------------------------------------------------------------------------------------
 
 
-async def test_the_load_is_the_requests_in_the_engine(open_core: Any, open_app: OpenApp, eventually: Any) -> None:
+async def test_the_load_is_the_requests_in_the_engine(open_core: Any, open_app: OpenApp) -> None:
     engine = await open_core()
     http = await open_app(engine)
     assert (await http.get("/load")).json() == {"server_load": 0}
@@ -202,7 +203,7 @@ async def test_the_load_is_the_requests_in_the_engine(open_core: Any, open_app: 
         await asyncio.sleep(0)
 
 
-async def test_without_an_engine_there_is_no_load(open_core: Any, open_app: OpenApp, eventually: Any) -> None:
+async def test_without_an_engine_there_is_no_load(open_core: Any, open_app: OpenApp) -> None:
     """A server without an engine is not the least loaded one."""
     engine = await open_core()
     http = await open_app(engine)

@@ -15,13 +15,14 @@ import shmring
 from shmring.engine.protocol import EncodeReply, Text
 from tests.frontend.talking import OpenTalk, Talk, picture_url
 from tests.tables import for_each
+from tests.waiting import eventually
 
 PATH = "/v1/embeddings"
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 20, 30, 3), np.uint8)
 
 
 async def test_each_picture_has_its_embedding_in_order_and_none_is_copied(
-    open_engine: Any, open_app: Callable[..., Awaitable[httpx.AsyncClient]], body_of: Any, embedding_of: Any, eventually: Any
+    open_engine: Any, open_app: Callable[..., Awaitable[httpx.AsyncClient]], body_of: Any, embedding_of: Any
 ) -> None:
     engine = await open_engine()
     http = await open_app(engine)

@@ -15,6 +15,7 @@ from anthropic.types import ErrorResponse
 import shmring
 from shmring.engine.protocol import GenerateReply
 from tests.frontend.talking import MODEL, picture_url
+from tests.waiting import eventually
 
 CHATS, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 PICTURE = {"type": "image_url", "image_url": {"url": picture_url()}}
@@ -27,7 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-async def test_a_failure_on_the_way_is_the_last_event(open_engine: Any, open_server: Any, eventually: Any, path: str) -> None:
+async def test_a_failure_on_the_way_is_the_last_event(open_engine: Any, open_server: Any, path: str) -> None:
     """In the form of the route's API: the vendors' own clients raise for it."""
 
     async def fail(claim: shmring.Claim) -> None:
@@ -67,9 +68,7 @@ async def test_a_failure_on_the_way_is_the_last_event(open_engine: Any, open_ser
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", list(BODIES))
-async def test_who_hangs_up_ends_the_request_in_the_engine(
-    open_core: Any, open_server: Any, eventually: Any, path: str, stream: bool
-) -> None:
+async def test_who_hangs_up_ends_the_request_in_the_engine(open_core: Any, open_server: Any, path: str, stream: bool) -> None:
     engine = await open_core({"step_s": 0.005})
     url = await open_server(engine)
     body = json.dumps({"model": "shmring-synthetic", **BODIES[path], "stream": stream}).encode()

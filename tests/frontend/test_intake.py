@@ -41,6 +41,7 @@ from shmring.frontend.media.reuse import Reuse, keys_of
 from shmring.frontend.media.sources import Arrivals, MediaSource
 from shmring.frontend.settings import FrontendSettings, MediaCounts
 from tests.frontend.talking import LARGE_PICTURE, picture_url
+from tests.waiting import eventually
 
 PIXELS = np.random.default_rng(5).integers(0, 256, (3, 20, 30, 3), np.uint8)
 LARGE = np.zeros((300, 300, 3), np.uint8)
@@ -141,7 +142,7 @@ def open_taking(open_engine: Any, open_intake: Any) -> OpenTaking:
     return make
 
 
-async def test_media_lie_in_the_slab_and_go_back(open_taking: OpenTaking, eventually: Any) -> None:
+async def test_media_lie_in_the_slab_and_go_back(open_taking: OpenTaking) -> None:
     taking = await open_taking()
     sources = [source_of(pixels) for pixels in PIXELS]
     async with taking.intake.take(sources, SPEC, taking.admitted, "messages") as media:
@@ -304,9 +305,7 @@ async def test_media_that_are_too_large_together_are_refused(open_taking: OpenTa
     assert (await taking.refusal(*PIXELS[:count]))[:2] == (413, "media_too_large")  # 1.9 KB each
 
 
-async def test_a_picture_that_is_damaged_behind_its_header_gives_the_slot_back(
-    open_taking: OpenTaking, encoded: Any, eventually: Any
-) -> None:
+async def test_a_picture_that_is_damaged_behind_its_header_gives_the_slot_back(open_taking: OpenTaking, encoded: Any) -> None:
     taking = await open_taking()
     _, _, param, message = await taking.refusal(PIXELS[0], source_of(encoded(PIXELS[1])[:1000], param="this"))
     assert param == "this"
@@ -358,7 +357,7 @@ async def test_media_that_are_passed_over_at_the_same_time_are_all_counted(
 
 
 async def test_a_clip_that_is_decoded_slowly_holds_no_slot_and_keeps_no_picture_waiting(
-    open_taking: OpenTaking, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    open_taking: OpenTaking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are more clips than the slab has room for. They wait for each other's memory, and the picture does not."""
     started, go_on = 0, asyncio.Event()
@@ -402,7 +401,7 @@ async def test_what_can_never_fit_the_slab_is_not_decoded(open_taking: OpenTakin
     "moment", ["fetching", "waiting for memory", "decoding", "waiting for a slot", "copying", "in the block"]
 )
 async def test_cancelling_at_any_moment_gives_everything_back(
-    open_taking: OpenTaking, eventually: Any, monkeypatch: pytest.MonkeyPatch, moment: str
+    open_taking: OpenTaking, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     reached = asyncio.Event()
 
@@ -548,7 +547,7 @@ async def test_a_picture_that_is_ready_a_moment_after_another_request_has_looked
 
 @pytest.mark.parametrize("end", ["cancelled", "failed"])
 async def test_if_the_first_of_two_ends_early_the_other_goes_on_by_itself(
-    open_taking: OpenTaking, eventually: Any, monkeypatch: pytest.MonkeyPatch, end: str
+    open_taking: OpenTaking, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     decode = Preparation.decode
     calls, go_on = 0, asyncio.Event()
@@ -579,9 +578,7 @@ async def test_if_the_first_of_two_ends_early_the_other_goes_on_by_itself(
 
 
 @pytest.mark.parametrize("kept_nbytes", [0, 4096], ids=["off", "smaller than the picture"])
-async def test_what_is_not_kept_is_decoded_each_time(
-    open_taking: OpenTaking, decoded: list[str], eventually: Any, kept_nbytes: int
-) -> None:
+async def test_what_is_not_kept_is_decoded_each_time(open_taking: OpenTaking, decoded: list[str], kept_nbytes: int) -> None:
     taking = await open_taking(kept_nbytes=kept_nbytes)
     for _ in range(3):
         await taking.show(LARGE)
@@ -590,9 +587,7 @@ async def test_what_is_not_kept_is_decoded_each_time(
     await eventually(lambda: taking.slots == 0)
 
 
-async def test_more_pictures_than_the_slab_holds_are_answered_one_after_the_other(
-    open_taking: OpenTaking, eventually: Any
-) -> None:
+async def test_more_pictures_than_the_slab_holds_are_answered_one_after_the_other(open_taking: OpenTaking) -> None:
     """Some are kept while others have to go, many at a time, with several in a request."""
     taking = await open_taking(slab_nbytes="1MiB")
     pictures = shades(12)  # 1.2 times the slab
@@ -623,7 +618,7 @@ async def crowded(open_taking: OpenTaking, decoded: list[str]) -> Taking:
 
 
 async def test_of_more_pictures_in_turn_than_can_be_kept_those_that_are_there_stay_and_are_found(
-    crowded: Taking, decoded: list[str], eventually: Any
+    crowded: Taking, decoded: list[str]
 ) -> None:
     """If all were kept, each would push out another, and none would be found."""
     evictions = crowded.engine.ring.statistics().kept_evictions
@@ -647,7 +642,7 @@ async def test_a_picture_that_becomes_popular_there_is_decoded_twice_and_then_fo
 
 
 async def test_there_as_well_two_requests_with_the_same_new_picture_have_it_decoded_once(
-    crowded: Taking, decoded: list[str], eventually: Any
+    crowded: Taking, decoded: list[str]
 ) -> None:
     """Alone in its request, or beside others; and whoever comes while others are being kept is waited for, too."""
     alone, shared, one, another = shades(4, first=100)
@@ -659,7 +654,7 @@ async def test_there_as_well_two_requests_with_the_same_new_picture_have_it_deco
 
 
 async def test_what_somebody_begins_to_wait_for_while_others_are_being_kept_is_kept_as_well(
-    crowded: Taking, decoded: list[str], monkeypatch: pytest.MonkeyPatch, eventually: Any
+    crowded: Taking, decoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [again, new] = shades(2, first=100)
     await crowded.show(again)
@@ -680,7 +675,7 @@ async def test_what_somebody_begins_to_wait_for_while_others_are_being_kept_is_k
 
 
 async def test_an_engine_that_was_restarted_keeps_everything_again(
-    crowded: Taking, open_engine: Any, decoded: list[str], eventually: Any
+    crowded: Taking, open_engine: Any, decoded: list[str]
 ) -> None:
     client = crowded.engine.client
     epoch = client.ring.epoch

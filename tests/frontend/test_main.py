@@ -19,6 +19,7 @@ import shmring
 from shmring.frontend.settings import ProcessSettings
 from shmring.processes.process import Process
 from shmring.service.supervision import FrontendState, Orders
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow  # each starts a frontend
 
@@ -64,7 +65,7 @@ def start_supervised(start: Start, socket_dir: Path) -> Iterator[Any]:
 @pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_under_a_supervisor_it_serves_with_the_orders_settings_until_a_signal(
-    start_supervised: Any, open_engine: Any, body_of: Any, embedding_of: Any, eventually: Any, number: signal.Signals
+    start_supervised: Any, open_engine: Any, body_of: Any, embedding_of: Any, number: signal.Signals
 ) -> None:
     engine = await open_engine()
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -92,7 +93,7 @@ async def test_under_a_supervisor_it_serves_with_the_orders_settings_until_a_sig
     assert engine.ring.statistics().departed_clients == 0  # it said goodbye
 
 
-async def test_it_ends_with_its_supervisor(start_supervised: Any, open_engine: Any, eventually: Any) -> None:
+async def test_it_ends_with_its_supervisor(start_supervised: Any, open_engine: Any) -> None:
     engine = await open_engine()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         process, link = start_supervised(listening)
@@ -119,7 +120,7 @@ async def test_a_port_in_use_is_a_clear_line(start: Start, open_engine: Any) -> 
     assert "Traceback" not in errors
 
 
-async def test_it_waits_for_an_engine_that_is_late(start: Start, open_engine: Any, eventually: Any) -> None:
+async def test_it_waits_for_an_engine_that_is_late(start: Start, open_engine: Any) -> None:
     process = start("--port=0", "--connect-timeout=60")
     await eventually(lambda: b"uvloop" in Path(f"/proc/{process.pid}/maps").read_bytes(), 60)  # it has been imported
     engine = await open_engine()
@@ -134,9 +135,7 @@ async def test_it_does_not_wait_for_ever(start: Start) -> None:
     assert "Traceback" not in errors
 
 
-async def test_at_its_end_it_answers_requests_that_still_wait(
-    start: Start, open_engine: Any, body_of: Any, eventually: Any
-) -> None:
+async def test_at_its_end_it_answers_requests_that_still_wait(start: Start, open_engine: Any, body_of: Any) -> None:
     release = asyncio.Event()
 
     async def wait(claim: shmring.Claim) -> None:

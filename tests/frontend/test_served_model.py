@@ -10,6 +10,7 @@ import pytest
 import shmring
 from shmring.frontend.errors import ApiError
 from shmring.frontend.served_model import ServedModel
+from tests.waiting import eventually
 
 
 async def test_the_engine_is_queried_once(open_core: Any) -> None:
@@ -44,7 +45,7 @@ async def test_names_and_tasks_are_checked(open_engine: Any) -> None:
     assert (task.value.status, task.value.code) == (400, "unsupported_task")
 
 
-async def test_the_list_says_what_is_made_up(open_core: Any, eventually: Any) -> None:
+async def test_the_list_says_what_is_made_up(open_core: Any) -> None:
     engine = await open_core()
     model = ServedModel(engine.client, ())
     [listed] = (await model.list()).data

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import shmring
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.gpu
 
-Eventually = Callable[..., Awaitable[Any]]
 Start = Callable[..., "subprocess.Popen[str]"]
 MIB = 1 << 20
 LIMIT_S = 60.0  # for a process to import torch and make a context, on a busy machine
@@ -71,9 +71,7 @@ async def said(process: subprocess.Popen[str]) -> str:
         return (await asyncio.to_thread(process.stdout.readline)).strip()
 
 
-async def test_a_round_trip_between_two_processes(
-    serve: Any, start: Start, eventually: Eventually, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_round_trip_between_two_processes(serve: Any, start: Start, caplog: pytest.LogCaptureFixture) -> None:
     async def answer(claim: shmring.Claim) -> None:
         payload = claim.payload
         await claim.reply(int((payload["data"] != payload["value"]).sum().item()))
@@ -140,7 +138,7 @@ asyncio.run(main())
 
 
 @pytest.mark.timeout(300)
-async def test_nothing_is_used_again_before_the_gpu_is_done(serve: Any, start: Start, eventually: Eventually) -> None:
+async def test_nothing_is_used_again_before_the_gpu_is_done(serve: Any, start: Start) -> None:
     """10,000 requests through a slab that holds a few dozen, both GPU queues lagging behind: none corrupted."""
     requests = 10_000
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -180,7 +178,7 @@ print("closed", flush=True)
     assert ring.statistics().device_slab_free_nbytes == 4 * MIB
 
 
-async def test_the_memory_of_a_frontend_that_is_killed_comes_back(serve: Any, start: Start, eventually: Eventually) -> None:
+async def test_the_memory_of_a_frontend_that_is_killed_comes_back(serve: Any, start: Start) -> None:
     async def answer(claim: shmring.Claim) -> None:
         await claim.reply(int(claim.payload["data"].sum(dtype=torch.int64).item()))
 
@@ -208,7 +206,7 @@ asyncio.run(main())
         del data, slot
 
 
-async def test_both_ends_in_one_process_and_a_mixed_payload(serve: Any, connect: Any, eventually: Eventually) -> None:
+async def test_both_ends_in_one_process_and_a_mixed_payload(serve: Any, connect: Any) -> None:
     ring = await serve(device_slab_nbytes="4MiB")
     client = await connect()
     producing, computing = torch.cuda.Stream(), torch.cuda.Stream()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,10 @@ from shmring.memory.tensors import make_decoder
 from shmring.memory.views import TENSOR_MAKER
 from tests.model.inside import open_content
 from tests.records import content_of, tensor_extension
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.gpu
 
-Eventually = Callable[..., Awaitable[Any]]
 MIB = 1 << 20
 #: About a tenth of a second on any GPU of today: long beside everything that must not wait for it.
 SLEEP_CYCLES = 200_000_000
@@ -223,7 +223,7 @@ async def test_every_tensor_arrives_bit_for_bit(serve: Any, connect: Any, pin: s
     assert ring.statistics().pinned_nbytes == (ring.statistics().slab_nbytes if pin == "on" else 0)
 
 
-async def test_the_consumers_stream_waits_and_the_slot_too(serve: Any, connect: Any, eventually: Eventually) -> None:
+async def test_the_consumers_stream_waits_and_the_slot_too(serve: Any, connect: Any) -> None:
     ring = await serve(pin="on", slab_nbytes="64MiB")
     client = await connect(lease_nbytes="16MiB")
     await client.submit(torch.zeros(MIB))

@@ -30,7 +30,6 @@ from tests.waiting import cancel, eventually, settled, turns
 
 pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
 
-Eventually = Callable[..., Awaitable[Any]]
 NBYTES = 20_000
 
 

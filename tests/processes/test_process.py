@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +165,7 @@ async def test_all_waiting_callers_learn_of_the_end() -> None:
 
 
 @pytest.mark.both_loops
-async def test_a_process_that_is_no_child_is_watched_too(eventually: Callable[..., Any]) -> None:
+async def test_a_process_that_is_no_child_is_watched_too() -> None:
     program = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {SLEEPING!r}]).pid, flush=True); input()"
     with started(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         grandchild = Process(int(parent.line()))

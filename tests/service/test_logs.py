@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from shmring.service.logs import ACCESS, CollapsingHandler, JsonFormatter, PrintableFormatter, concerned
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 OpenHandler = Callable[..., CollapsingHandler]
@@ -76,7 +77,7 @@ def test_other_kinds_errors_and_details_are_all_written(logger: logging.Logger, 
     handler.close()
 
 
-async def test_an_interval_ends_by_itself(logger: logging.Logger, open_handler: OpenHandler, eventually: Any) -> None:
+async def test_an_interval_ends_by_itself(logger: logging.Logger, open_handler: OpenHandler) -> None:
     stream = io.StringIO()
     handler = open_handler(logger, stream, 0.05)
     with handler._locked():  # so that all three are of one interval, however slow this is
@@ -200,7 +201,7 @@ def test_texts_that_are_no_constants_take_bounded_memory(logger: logging.Logger,
 
 
 async def test_connections_to_an_engine_that_say_nothing_are_one_line_with_peer_and_reason(
-    serve: Any, socket_dir: Path, open_handler: OpenHandler, eventually: Any
+    serve: Any, socket_dir: Path, open_handler: OpenHandler
 ) -> None:
     async def ignore(claim: Any) -> None: ...
 
@@ -221,7 +222,7 @@ async def test_connections_to_an_engine_that_say_nothing_are_one_line_with_peer_
 
 
 async def test_a_connection_that_says_nothing_in_time_is_refused_with_that_reason(
-    serve: Any, socket_dir: Path, eventually: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    serve: Any, socket_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def ignore(claim: Any) -> None: ...
 

@@ -17,6 +17,7 @@ from shmring.config import RingConfig
 from shmring.engine.settings import EngineSettings
 from shmring.service import supervision
 from shmring.service.supervision import FrontendState, Orders, SupervisorLink
+from tests.waiting import eventually
 
 SETTINGS = EngineSettings(
     name="told",
@@ -97,7 +98,7 @@ async def test_without_heartbeats_it_says_nothing(ends: Any) -> None:
             supervisor.recv(1)
 
 
-async def test_it_knows_how_frontends_are(ends: Any, eventually: Any) -> None:
+async def test_it_knows_how_frontends_are(ends: Any) -> None:
     supervisor, _ = ends
     link = open_link(ends)
     async with link.held(lambda: None):
@@ -108,7 +109,7 @@ async def test_it_knows_how_frontends_are(ends: Any, eventually: Any) -> None:
         await eventually(lambda: link.frontends == STATES)
 
 
-async def test_the_end_of_the_supervisor_is_told_once(ends: Any, eventually: Any) -> None:
+async def test_the_end_of_the_supervisor_is_told_once(ends: Any) -> None:
     supervisor, _ = ends
     link = open_link(ends)
     losses: list[bool] = []
@@ -120,7 +121,7 @@ async def test_the_end_of_the_supervisor_is_told_once(ends: Any, eventually: Any
 
 
 @pytest.mark.both_loops
-async def test_who_is_ready_after_its_supervisor_has_gone_says_nothing(ends: Any, eventually: Any) -> None:
+async def test_who_is_ready_after_its_supervisor_has_gone_says_nothing(ends: Any) -> None:
     supervisor, _ = ends
     link = open_link(ends, heartbeat_s=0.001)
     losses: list[bool] = []
@@ -132,7 +133,7 @@ async def test_who_is_ready_after_its_supervisor_has_gone_says_nothing(ends: Any
         link.say_ready()  # uvloop raises RuntimeError for a write to a closed transport
 
 
-async def test_a_supervisor_that_stands_still_fills_no_memory(ends: Any, eventually: Any) -> None:
+async def test_a_supervisor_that_stands_still_fills_no_memory(ends: Any) -> None:
     supervisor, _ = ends
     supervisor.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     link = open_link(ends, heartbeat_s=1e-6)

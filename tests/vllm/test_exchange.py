@@ -24,10 +24,10 @@ from shmring.integrations.vllm.engine import HandedOver, Receiver
 from shmring.integrations.vllm.frontend import AsyncFrontend, SyncFrontend
 from shmring.integrations.vllm.settings import Settings
 from tests.sessions import session_of
+from tests.waiting import eventually
 
 ENGINE = (0).to_bytes(2, "little")
 MB = 1 << 20
-Eventually = Callable[..., Awaitable[Any]]
 
 
 def settings(**changes: Any) -> Settings:
@@ -143,9 +143,7 @@ class Exchange:
 
 
 @pytest.fixture
-async def connected(
-    serve: Callable[..., Receiver], eventually: Eventually
-) -> AsyncIterator[Callable[..., Awaitable[Exchange]]]:
+async def connected(serve: Callable[..., Receiver]) -> AsyncIterator[Callable[..., Awaitable[Exchange]]]:
     exchanges: list[Exchange] = []
 
     async def make(*, keeps: bool = True, copies: bool = False, **changes: Any) -> Exchange:
@@ -169,9 +167,7 @@ async def connected(
         await eventually(lambda client=client, trying=trying: trying.done() and (client is None or client.closed))
 
 
-async def test_a_tensor_arrives_and_its_slot_comes_back(
-    connected: Callable[..., Awaitable[Exchange]], eventually: Eventually
-) -> None:
+async def test_a_tensor_arrives_and_its_slot_comes_back(connected: Callable[..., Awaitable[Exchange]]) -> None:
     exchange = await connected(keeps=False)
     sent = picture()
     (came,) = await exchange.exchange(sent)
@@ -203,9 +199,7 @@ async def test_two_requests_with_a_new_tensor_at_once_make_one_copy(connected: C
     assert exchange.counts() == {"copied": 1, "kept": 3}
 
 
-async def test_what_has_died_is_dropped_without_another_request(
-    connected: Callable[..., Awaitable[Exchange]], eventually: Eventually
-) -> None:
+async def test_what_has_died_is_dropped_without_another_request(connected: Callable[..., Awaitable[Exchange]]) -> None:
     exchange = await connected()
     sent = picture()
     await exchange.exchange(sent)
@@ -216,7 +210,7 @@ async def test_what_has_died_is_dropped_without_another_request(
 
 
 async def test_a_server_that_rests_goes_on_with_the_next_request(
-    connected: Callable[..., Awaitable[Exchange]], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    connected: Callable[..., Awaitable[Exchange]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmring.integrations.vllm.frontend._DROP_S", 0.001)
     monkeypatch.setattr("shmring.integrations.vllm.frontend._REST_S", 3600.0)
@@ -232,7 +226,7 @@ async def test_a_server_that_rests_goes_on_with_the_next_request(
 
 
 async def test_what_is_evicted_is_dropped_with_the_next_message_and_lives_while_it_is_viewed(
-    connected: Callable[..., Awaitable[Exchange]], eventually: Eventually
+    connected: Callable[..., Awaitable[Exchange]],
 ) -> None:
     exchange = await connected()
     pictures = [picture() for _ in range(4)]  # three fit
@@ -247,9 +241,7 @@ async def test_what_is_evicted_is_dropped_with_the_next_message_and_lives_while_
     assert exchange.counts() == {"copied": 4}
 
 
-async def test_kept_tensors_make_room_for_what_finds_none(
-    connected: Callable[..., Awaitable[Exchange]], eventually: Eventually
-) -> None:
+async def test_kept_tensors_make_room_for_what_finds_none(connected: Callable[..., Awaitable[Exchange]]) -> None:
     exchange = await connected(slab_nbytes=32 * MB, keep_nbytes=16 * MB, wait_s=0.5)
     kept = [picture(), picture()]
     for tensor in kept:
@@ -262,9 +254,7 @@ async def test_kept_tensors_make_room_for_what_finds_none(
     assert exchange.counts() == {"copied": 3, "inline space": 1}
 
 
-async def test_what_an_api_server_had_kept_goes_with_it(
-    connected: Callable[..., Awaitable[Exchange]], eventually: Eventually
-) -> None:
+async def test_what_an_api_server_had_kept_goes_with_it(connected: Callable[..., Awaitable[Exchange]]) -> None:
     exchange = await connected()
     sent = picture()
     await exchange.exchange(sent)
@@ -313,9 +303,7 @@ async def test_a_request_waits_for_space_once(connected: Callable[..., Awaitable
     del held
 
 
-async def test_what_was_placed_when_the_connection_is_lost_goes_inline(
-    connected: Callable[..., Awaitable[Exchange]], eventually: Eventually
-) -> None:
+async def test_what_was_placed_when_the_connection_is_lost_goes_inline(connected: Callable[..., Awaitable[Exchange]]) -> None:
     exchange = await connected()
     await exchange.exchange(kept := picture())
     send = exchange.stream.encode(exchange.frontend, request := request_with(kept))
@@ -404,9 +392,7 @@ async def test_a_tensor_twice_in_a_request_goes_once(connected: Callable[..., Aw
     assert exchange.counts() == {"copied": 1, "inline twice": 1}
 
 
-async def test_what_was_placed_for_a_message_that_is_not_sent_comes_back(
-    connected: Callable[..., Awaitable[Exchange]], eventually: Eventually
-) -> None:
+async def test_what_was_placed_for_a_message_that_is_not_sent_comes_back(connected: Callable[..., Awaitable[Exchange]]) -> None:
     exchange = await connected(keeps=False)
     exchange.stream.fails = True
     with pytest.raises(RuntimeError, match="the engine core is dead"):
@@ -467,9 +453,7 @@ async def test_where_vllm_keeps_what_it_gets_the_slab_is_not_pinned(connected: C
     assert exchange.frontend._links[ENGINE].book is None
 
 
-async def test_when_the_engine_core_has_gone_everything_goes_inline(
-    connected: Callable[..., Awaitable[Exchange]], eventually: Eventually
-) -> None:
+async def test_when_the_engine_core_has_gone_everything_goes_inline(connected: Callable[..., Awaitable[Exchange]]) -> None:
     exchange = await connected()
     link = exchange.frontend._links[ENGINE]
     await exchange.exchange(sent := picture())
@@ -483,7 +467,7 @@ async def test_when_the_engine_core_has_gone_everything_goes_inline(
 
 @pytest.mark.parametrize("directory", ["", "x" * 100])
 async def test_without_a_ring_everything_goes_inline_and_the_log_says_so(
-    rings: None, eventually: Eventually, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, directory: str
+    rings: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, directory: str
 ) -> None:
     """There is none, or its path is longer than a socket's can be."""
     monkeypatch.setattr("shmring.integrations.vllm.link._CONNECT_S", 0.01)

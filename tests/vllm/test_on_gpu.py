@@ -23,8 +23,8 @@ from shmring.integrations.vllm.frontend import AsyncFrontend, SyncFrontend
 from tests.model.fake_cuda import FakeCuda, FakeMemory
 from tests.model.made_up_driver import context_depth
 from tests.vllm.test_exchange import ENGINE, MB, Exchange, picture, request_with, settings
+from tests.waiting import eventually
 
-Eventually = Callable[..., Awaitable[Any]]
 Connect = Callable[..., Awaitable[Exchange]]
 
 
@@ -106,7 +106,7 @@ def own() -> Own:
 
 
 @pytest.fixture
-async def connected(gpu: Gpu, own: Own, eventually: Eventually) -> AsyncIterator[Connect]:
+async def connected(gpu: Gpu, own: Own) -> AsyncIterator[Connect]:
     exchanges: list[Exchange] = []
 
     async def make(on: int | str = 0, **changes: Any) -> Exchange:
@@ -145,9 +145,7 @@ async def use(gpu: Gpu, exchange: Exchange, *tensors: torch.Tensor) -> None:
     await asyncio.to_thread(run_model)
 
 
-async def test_a_tensor_on_a_gpu_goes_through_the_device_slab(
-    gpu: Gpu, own: Own, connected: Connect, eventually: Eventually
-) -> None:
+async def test_a_tensor_on_a_gpu_goes_through_the_device_slab(gpu: Gpu, own: Own, connected: Connect) -> None:
     exchange = await connected()
     sent = gpu.picture()[1:-1].view(-1, 2)[:, 0]  # not contiguous
     gpu._pictures.append(sent.data_ptr())
@@ -179,7 +177,7 @@ async def test_the_model_reads_it_after_it_was_written(gpu: Gpu, connected: Conn
     assert seen == [int(came[0])]
 
 
-async def test_its_slot_is_used_again_after_the_model_has_read_it(gpu: Gpu, connected: Connect, eventually: Eventually) -> None:
+async def test_its_slot_is_used_again_after_the_model_has_read_it(gpu: Gpu, connected: Connect) -> None:
     exchange = await connected()
     (came,) = await exchange.exchange(gpu.picture())
     await use(gpu, exchange, came)
@@ -228,9 +226,7 @@ async def test_where_there_is_no_device_slab_they_go_vllms_own_way_and_the_log_s
     assert gpu.memory.log == []
 
 
-async def test_the_log_says_that_there_is_one(
-    gpu: Gpu, connected: Connect, eventually: Eventually, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_log_says_that_there_is_one(gpu: Gpu, connected: Connect, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     await connected()
     await eventually(lambda: caplog.text.count("tensors on a GPU go through a device slab of 32 MiB") == 1)
@@ -273,9 +269,7 @@ async def test_what_is_on_another_gpu_goes_vllms_own_way(
     assert caplog.text.count("the engine's device slab is on cuda:0 of this process, not on cuda:1") == 1
 
 
-async def test_what_was_placed_for_a_message_that_is_not_sent_comes_back(
-    gpu: Gpu, connected: Connect, eventually: Eventually
-) -> None:
+async def test_what_was_placed_for_a_message_that_is_not_sent_comes_back(gpu: Gpu, connected: Connect) -> None:
     exchange = await connected()
     exchange.stream.fails = True
     with pytest.raises(RuntimeError, match="the engine core is dead"):

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,8 @@ from shmring.integrations.vllm.link import AsyncLink, Where, client_config
 from shmring.integrations.vllm.workers import Queues
 from tests.sessions import session_of
 from tests.vllm.test_exchange import ENGINE, Exchange, Stream, described, picture, request_with, settings
-from tests.waiting import until
+from tests.waiting import eventually, until
 
-Eventually = Callable[..., Awaitable[Any]]
 INLINE = "tensors go inline until the ring of engine core 0 is reached: "
 AGAIN = "go through shared memory (test-0)"
 
@@ -59,7 +58,7 @@ Connect = Callable[..., Exchange]
 
 
 @pytest.fixture
-async def begin(eventually: Eventually) -> AsyncIterator[Connect]:
+async def begin() -> AsyncIterator[Connect]:
     """Makes an API server that asks its engine core, a receiver, what its ring is; it begins to connect."""
     frontends: list[AsyncFrontend] = []
 
@@ -139,7 +138,7 @@ def serve_until_told(pipe: Any, directory: str) -> None:
 
 
 async def test_an_engine_core_that_is_stopped_while_it_is_connected_to_is_reached_when_it_goes_on(
-    begin: Connect, eventually: Eventually, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    begin: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmring.integrations.vllm.link._CONNECT_S", 0.5)
     context = multiprocessing.get_context("spawn")
@@ -170,7 +169,6 @@ async def test_an_engine_core_that_is_stopped_while_it_is_connected_to_is_reache
 async def test_an_engine_core_that_does_not_say_how_it_is_is_asked_again(
     serve: Callable[..., Receiver],
     begin: Connect,
-    eventually: Eventually,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -192,7 +190,7 @@ async def test_an_engine_core_that_does_not_say_how_it_is_is_asked_again(
 
 
 async def test_a_question_that_is_not_answered_is_not_asked_twice(
-    serve: Callable[..., Receiver], begin: Connect, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., Receiver], begin: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmring.integrations.vllm.link._ANSWER_S", 0.01)
     receiver = await asyncio.to_thread(serve)
@@ -212,7 +210,7 @@ async def test_a_question_that_is_not_answered_is_not_asked_twice(
 
 
 async def test_a_connection_that_is_lost_is_made_again(
-    serve: Callable[..., Receiver], begin: Connect, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    serve: Callable[..., Receiver], begin: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver = await asyncio.to_thread(serve)
     exchange = begin(receiver)
@@ -232,7 +230,7 @@ async def test_a_connection_that_is_lost_is_made_again(
     assert (caplog.text.count(INLINE), caplog.text.count(AGAIN)) == (1, 2)
 
 
-async def test_an_engine_core_that_keeps_silent_keeps_no_other_one_from_being_told_what_to_drop(eventually: Eventually) -> None:
+async def test_an_engine_core_that_keeps_silent_keeps_no_other_one_from_being_told_what_to_drop() -> None:
     engines = [number.to_bytes(2, "little") for number in (0, 1)]
     receivers = [Receiver(settings(), number, copies=False, pin="off") for number in (0, 1)]
     silent = asyncio.get_running_loop().create_future()
@@ -261,7 +259,7 @@ async def test_an_engine_core_that_keeps_silent_keeps_no_other_one_from_being_to
         await asyncio.to_thread(receiver.close)
 
 
-async def test_a_link_tries_again_by_itself(serve: Callable[..., Receiver], eventually: Eventually) -> None:
+async def test_a_link_tries_again_by_itself(serve: Callable[..., Receiver]) -> None:
     receiver = await asyncio.to_thread(serve)
     answers = iter([ValueError("no"), OSError("no"), Where.of(receiver.where())])
 
@@ -277,7 +275,7 @@ async def test_a_link_tries_again_by_itself(serve: Callable[..., Receiver], even
     await link.close()
 
 
-async def test_what_is_closed_tries_no_more(serve: Callable[..., Receiver], begin: Connect, eventually: Eventually) -> None:
+async def test_what_is_closed_tries_no_more(serve: Callable[..., Receiver], begin: Connect) -> None:
     exchange = begin(await asyncio.to_thread(serve))
     link = link_of(exchange)
     await eventually(lambda: link.is_connected, 300)
@@ -291,7 +289,7 @@ async def test_what_is_closed_tries_no_more(serve: Callable[..., Receiver], begi
 
 
 async def test_of_two_engine_cores_with_one_name_the_second_is_without_until_the_name_is_free(
-    serve: Callable[..., Receiver], begin: Connect, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    serve: Callable[..., Receiver], begin: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = await asyncio.to_thread(serve)
     second = await asyncio.to_thread(serve)
@@ -313,7 +311,7 @@ async def test_of_two_engine_cores_with_one_name_the_second_is_without_until_the
 
 
 async def test_a_ring_of_the_name_that_another_engine_has_by_then_is_left_alone(
-    serve: Callable[..., Receiver], begin: Connect, eventually: Eventually, caplog: pytest.LogCaptureFixture
+    serve: Callable[..., Receiver], begin: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = await asyncio.to_thread(serve)
     name, epoch = other.where()  # type: ignore[misc]
@@ -384,7 +382,7 @@ def log_that_raises() -> Iterator[list[str]]:
 
 
 async def test_a_log_that_raises_keeps_nobody_from_anything(
-    log_that_raises: list[str], serve: Callable[..., Receiver], begin: Connect, eventually: Eventually
+    log_that_raises: list[str], serve: Callable[..., Receiver], begin: Connect
 ) -> None:
     first = await asyncio.to_thread(serve)
     second = await asyncio.to_thread(serve)

@@ -11,6 +11,7 @@ import pytest
 from shmring.frontend.callers.admission import Admission, admitted_of
 from shmring.frontend.errors import ApiError
 from shmring.frontend.settings import FrontendSettings
+from tests.waiting import eventually
 
 
 class Caller:
@@ -96,7 +97,7 @@ Begin = Callable[..., Awaitable[tuple[Admission, Handler, asyncio.Task[None]]]]
 
 
 @pytest.fixture
-def begin(eventually: Any) -> Begin:
+def begin() -> Begin:
     """``await begin(caller, **settings)``: an admission, a handler that waits, and a request that the handler has."""
 
     async def begin_one(caller: Caller | bytes = b"first", **settings: Any) -> tuple[Admission, Handler, asyncio.Task[None]]:
@@ -140,7 +141,7 @@ async def test_hanging_up_cancels_the_handler(begin: Begin) -> None:
     assert (handler.cancelled, handler.running, caller.received) == (1, 0, [])
 
 
-async def test_hanging_up_ends_what_waits_for_a_place(begin: Begin, eventually: Any) -> None:
+async def test_hanging_up_ends_what_waits_for_a_place(begin: Begin) -> None:
     admission, handler, first = await begin(max_concurrent_requests=1)
     caller = Caller(b"second")
     second = run(admission, caller, handler)
@@ -152,7 +153,7 @@ async def test_hanging_up_ends_what_waits_for_a_place(begin: Begin, eventually: 
     assert handler.bodies == [b"first", b"third"]
 
 
-async def test_what_a_handler_makes_of_the_cancellation_is_not_told_to_who_hung_up(eventually: Any) -> None:
+async def test_what_a_handler_makes_of_the_cancellation_is_not_told_to_who_hung_up() -> None:
     running = asyncio.Event()
 
     async def fail(scope: Any, receive: Any, send: Any) -> None:
@@ -170,7 +171,7 @@ async def test_what_a_handler_makes_of_the_cancellation_is_not_told_to_who_hung_
 
 
 @pytest.mark.parametrize("moment", ["its body comes", "it waits for a place", "its handler prepares it"])
-async def test_an_operator_ends_it_while(begin: Begin, eventually: Any, moment: str) -> None:
+async def test_an_operator_ends_it_while(begin: Begin, moment: str) -> None:
     admission, handler, first = await begin(max_concurrent_requests=1 if moment == "it waits for a place" else 2)
     is_complete, is_running = moment != "its body comes", moment == "its handler prepares it"
     caller = Caller(b"body", complete=is_complete, name="named")
@@ -187,7 +188,7 @@ async def test_an_operator_ends_it_while(begin: Begin, eventually: Any, moment: 
     assert handler.finished == 2
 
 
-async def test_what_is_ready_for_the_engine_is_ended_there(eventually: Any) -> None:
+async def test_what_is_ready_for_the_engine_is_ended_there() -> None:
     admission, handler = admission_of(), Handler(proceed=False)
 
     async def send_to_engine(scope: Any, receive: Any, send: Any) -> None:
@@ -282,7 +283,7 @@ async def test_a_turn_and_the_memory_of_a_body_are_given_back_once() -> None:
     third.release_turn()
 
 
-async def test_callers_share_the_places_and_not_their_requests(eventually: Any) -> None:
+async def test_callers_share_the_places_and_not_their_requests() -> None:
     admission, handler = admission_of(max_concurrent_requests=2), Handler(proceed=False)
     many = [run(admission, b"many", handler) for _ in range(10)]
     await eventually(lambda: handler.running == 2)
@@ -309,7 +310,7 @@ async def test_whoever_fills_the_line_keeps_no_other_caller_out(begin: Begin) ->
     assert (places._free, places._count, places._waiting, dict(places._taken), places._last_turn) == (1, 0, {}, {}, {})
 
 
-async def test_too_many_that_wait_are_a_503_at_once(begin: Begin, eventually: Any) -> None:
+async def test_too_many_that_wait_are_a_503_at_once(begin: Begin) -> None:
     admission, handler, first = await begin(max_concurrent_requests=2, max_queued_requests=1)
     tasks = [run(admission, b"tiny", handler) for _ in range(2)]
     await eventually(lambda: handler.running == 2)
@@ -346,7 +347,7 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_decoded() -> No
     assert (error.status, error.code, caller.receives, handler.bodies) == (413, "too_many_values", 7, [])
 
 
-async def test_a_turn_that_is_given_back_early_is_the_next_one_s(eventually: Any) -> None:
+async def test_a_turn_that_is_given_back_early_is_the_next_one_s() -> None:
     admission, handler = admission_of(max_concurrent_media=1), Handler(proceed=False)
 
     async def give_back(scope: Any, receive: Any, send: Any) -> None:
@@ -376,7 +377,7 @@ async def test_a_turn_that_was_not_given_back_is_at_the_end_of_its_request() -> 
     assert had_turn == [True, True]
 
 
-async def test_bodies_that_come_slowly_take_no_place_and_no_turn(eventually: Any) -> None:
+async def test_bodies_that_come_slowly_take_no_place_and_no_turn() -> None:
     admission, handler = admission_of(max_concurrent_requests=1, max_concurrent_media=1), Handler()
     slow = [Caller(b"slow", headers={b"content-length": b"1000000"}, complete=False) for _ in range(40)]
     tasks = [run(admission, caller, handler) for caller in slow]

@@ -171,7 +171,7 @@ def series(text: str, name: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("fresh_metrics")
-async def test_one_owner_at_the_limit_costs_others_nothing(http: httpx.AsyncClient, chat_of: Any, eventually: Any) -> None:
+async def test_one_owner_at_the_limit_costs_others_nothing(http: httpx.AsyncClient, chat_of: Any) -> None:
     long = asyncio.create_task(ask(http, "a1", chat_of(max_tokens=10_000)))
     metrics = ""
 

@@ -31,6 +31,7 @@ from shmring.engine.protocol import ChatMessage, GenerateRequest, SamplingParams
 from shmring.engine.scheduler import SchedulerConfig
 from shmring.frontend.cli import main
 from shmring.frontend.commands import top
+from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[a-zA-Z]|[()][A-Z0-9])")
@@ -63,7 +64,7 @@ async def test_json_is_the_snapshot(serve: Any, connect: Any, socket_dir: Path) 
     assert msgspec.convert(json.loads(result.stdout), shmring.RingSnapshot).runs == ring.inspect().runs
 
 
-async def test_a_stuck_slot_and_its_request_are_shown(serve: Any, connect: Any, socket_dir: Path, eventually: Any) -> None:
+async def test_a_stuck_slot_and_its_request_are_shown(serve: Any, connect: Any, socket_dir: Path) -> None:
     ring = await serve(slab_nbytes="4MiB")
     client = await connect(description="the [red]frontend")
     answers = [
@@ -130,7 +131,7 @@ async def test_a_server_with_several_engines_has_none_of_its_own_name(socket_dir
 
 
 async def test_a_server_says_where_requests_stand_who_costs_most_and_what_takes_the_time(
-    open_core: Any, socket_dir: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    open_core: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await open_core({"step_s": 0.02, "tokens": 100_000}, scheduler_config=SchedulerConfig(max_num_seqs=1))
     core = engine.core

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from shmring.frontend.http import bodies
 from shmring.frontend.http.bodies import BodyMemory, BodyReader, BodyShare, HungUp, _Pace
 from shmring.frontend.http.body_scan import MAX_VALUES
 from shmring.frontend.settings import FrontendSettings
+from tests.waiting import eventually, pass_time
 
 
 class Reading:
@@ -43,9 +43,6 @@ class Reading:
     async def _receive(self) -> Any:
         self.receives += 1
         return await self._messages.get()
-
-
-PassTime = Callable[[float], Awaitable[None]]
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +107,7 @@ async def test_a_short_body_that_is_there_is_read_at_once_unless_it_has_too_many
     assert share.nbytes == 0
 
 
-async def test_while_memory_is_full_one_body_goes_on_and_the_others_wait_in_order(eventually: Any) -> None:
+async def test_while_memory_is_full_one_body_goes_on_and_the_others_wait_in_order() -> None:
     reader = reader_of(max_bodies_nbytes=30)
     readings = [Reading(reader, b"x" * 10) for _ in range(6)]
     first, second, third, fourth, fifth, sixth = readings
@@ -136,7 +133,7 @@ async def test_while_memory_is_full_one_body_goes_on_and_the_others_wait_in_orde
     assert reader.memory.nbytes == 0
 
 
-async def test_a_body_that_gives_up_waiting_for_memory_leaves_the_line(eventually: Any) -> None:
+async def test_a_body_that_gives_up_waiting_for_memory_leaves_the_line() -> None:
     reader = reader_of(max_bodies_nbytes=10)
     full, overdrawing, leaving, waiting = (Reading(reader, b"x" * 10) for _ in range(4))
     await eventually(lambda: overdrawing.receives == 2)
@@ -160,7 +157,7 @@ async def test_memory_that_does_not_come_free_is_a_503() -> None:
         await reading.cancel()
 
 
-async def test_a_body_that_is_refused_midway_takes_no_memory_while_its_rest_is_read(eventually: Any) -> None:
+async def test_a_body_that_is_refused_midway_takes_no_memory_while_its_rest_is_read() -> None:
     reader = reader_of(max_body_nbytes=10)
     reading = Reading(reader, b"12345678", b"and more")
     await eventually(lambda: reading.receives == 3)
@@ -170,7 +167,7 @@ async def test_a_body_that_is_refused_midway_takes_no_memory_while_its_rest_is_r
 
 
 @pytest.mark.adjustable_clock
-async def test_a_body_that_stands_still_is_a_408(pass_time: PassTime, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_stands_still_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_IDLE_S", 600.0)
     reading = Reading(reader_of(body_timeout_s=6000))
     for _ in range(2):
@@ -183,7 +180,7 @@ async def test_a_body_that_stands_still_is_a_408(pass_time: PassTime, monkeypatc
 
 
 @pytest.mark.adjustable_clock
-async def test_a_body_has_a_least_rate(pass_time: PassTime, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_has_a_least_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_IDLE_S", 6000.0)
     monkeypatch.setattr(bodies, "_GRACE_S", 600.0)
     monkeypatch.setattr(bodies, "_LEAST_BYTES_PER_S", 10)
@@ -201,9 +198,7 @@ async def test_a_body_has_a_least_rate(pass_time: PassTime, monkeypatch: pytest.
 
 
 @pytest.mark.adjustable_clock
-async def test_who_overdraws_must_be_quick_and_who_waits_for_memory_need_not(
-    pass_time: PassTime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_overdraws_must_be_quick_and_who_waits_for_memory_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_IDLE_S", 6000.0)
     monkeypatch.setattr(bodies, "_GRACE_S", 6000.0)
     monkeypatch.setattr(bodies, "_OVERDRAWING_GRACE_S", 570.0)
@@ -240,7 +235,7 @@ async def test_who_was_cancelled_just_now_is_passed_over() -> None:
 
 
 @pytest.mark.adjustable_clock
-async def test_the_time_that_a_body_waits_for_memory_is_not_its_senders(pass_time: PassTime) -> None:
+async def test_the_time_that_a_body_waits_for_memory_is_not_its_senders() -> None:
     pace, loop = _Pace(10), asyncio.get_running_loop()
     with pace.paused():
         await pass_time(1000)

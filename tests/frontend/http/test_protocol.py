@@ -19,6 +19,7 @@ from shmring.frontend.http.cross_origin import CrossOrigin
 from shmring.frontend.http.protocol import BoundedHttpProtocol
 from shmring.frontend.settings import CorsSettings
 from tests.tables import for_each
+from tests.waiting import eventually, pass_time, turns
 
 LATE = asyncio.Event()
 TOLD: list[int] = []  # sizes of the bodies of /gone
@@ -216,9 +217,7 @@ async def half_closed(port: int, request: bytes) -> tuple[asyncio.StreamReader, 
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
-async def test_who_closes_one_half_gets_an_answer(
-    server: uvicorn.Server, port: int, eventually: Any, turns: Any, ahead: int
-) -> None:
+async def test_who_closes_one_half_gets_an_answer(server: uvicorn.Server, port: int, ahead: int) -> None:
     request = get(b"/late")
     reader, writer = await half_closed(port, request * (1 + ahead))
     await eventually(lambda: server.server_state.tasks)
@@ -236,7 +235,7 @@ async def test_who_closes_one_half_before_the_body_is_complete_has_gone(server: 
     assert await asyncio.wait_for(reader.read(), 20) == b""
 
 
-async def test_who_closes_one_half_and_then_the_other_has_gone(server: uvicorn.Server, port: int, eventually: Any) -> None:
+async def test_who_closes_one_half_and_then_the_other_has_gone(server: uvicorn.Server, port: int) -> None:
     reader, writer = await half_closed(port, b"POST /gone HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
     assert await asyncio.wait_for(reader.readline(), 20) == b"HTTP/1.1 100 Continue\r\n"  # which clients skip
     assert TOLD == []
@@ -245,7 +244,7 @@ async def test_who_closes_one_half_and_then_the_other_has_gone(server: uvicorn.S
     await eventually(lambda: not server.server_state.connections)
 
 
-async def test_no_body_is_read_after_its_caller_has_gone(port: int, eventually: Any) -> None:
+async def test_no_body_is_read_after_its_caller_has_gone(port: int) -> None:
     """Else bodies that nobody asks about any more would be decoded one after the other, and others would wait."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(b"POST /gone HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
@@ -254,7 +253,7 @@ async def test_no_body_is_read_after_its_caller_has_gone(port: int, eventually: 
 
 
 async def test_who_hangs_up_is_told_to_whoever_watches_and_only_before_the_answer_is_complete(
-    server: uvicorn.Server, port: int, eventually: Any
+    server: uvicorn.Server, port: int
 ) -> None:
     with socket.create_connection(("127.0.0.1", port)) as late:
         late.sendall(get(b"/watched/late"))
@@ -268,9 +267,7 @@ async def test_who_hangs_up_is_told_to_whoever_watches_and_only_before_the_answe
     await eventually(lambda: not server.server_state.tasks)
 
 
-async def test_who_hangs_up_after_a_large_last_part_of_a_body_is_noticed(
-    server: uvicorn.Server, port: int, eventually: Any
-) -> None:
+async def test_who_hangs_up_after_a_large_last_part_of_a_body_is_noticed(server: uvicorn.Server, port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as late:
         late.sendall(b"POST /watched/late HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n")
         await eventually(lambda: server.server_state.tasks)
@@ -292,7 +289,7 @@ async def test_an_answer_that_is_not_as_its_head_says_is_not_sent(port: int, pat
 
 @pytest.mark.adjustable_clock
 async def test_a_connection_that_is_not_used_ends_after_a_while_and_one_that_is_used_does_not(
-    server: uvicorn.Server, port: int, pass_time: Any
+    server: uvicorn.Server, port: int
 ) -> None:
     reader, writer = await connect(port)
     for path in (b"/", b"/", b"/late", b"/"):
@@ -309,9 +306,7 @@ async def test_a_connection_that_is_not_used_ends_after_a_while_and_one_that_is_
 
 
 @pytest.mark.adjustable_clock
-async def test_a_connection_ends_soon_after_the_answer_within_which_a_shutdown_began(
-    server: uvicorn.Server, port: int, pass_time: Any
-) -> None:
+async def test_a_connection_ends_soon_after_the_answer_within_which_a_shutdown_began(server: uvicorn.Server, port: int) -> None:
     reader, writer = await connect(port)
     the_connection(server).timeout_keep_alive = 60
     writer.write(get())
@@ -345,7 +340,7 @@ async def test_a_few_requests_may_be_sent_ahead_and_many_may_not(port: int) -> N
     assert b"connection: close" in answers.rpartition(b"HTTP/1.1 200")[2]
 
 
-async def test_what_was_sent_ahead_and_is_too_much_takes_no_memory(server: uvicorn.Server, port: int, eventually: Any) -> None:
+async def test_what_was_sent_ahead_and_is_too_much_takes_no_memory(server: uvicorn.Server, port: int) -> None:
     reader, writer = await connect(port)
     request = get()
     writer.write(get(b"/late") + request * 5000)
@@ -385,7 +380,7 @@ async def test_bytes_that_are_no_request_keep_no_connection_open(
 
 @pytest.mark.parametrize("number", [1, 2])
 async def test_an_answer_that_nobody_takes_is_given_up(
-    server: uvicorn.Server, port: int, eventually: Any, monkeypatch: pytest.MonkeyPatch, number: int
+    server: uvicorn.Server, port: int, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(http_protocol, "_STALL_TIMEOUT_S", 0.1)
     with socket.create_connection(("127.0.0.1", port)) as idle:
@@ -401,7 +396,7 @@ def the_connection(server: uvicorn.Server) -> Any:
 
 
 @pytest.mark.adjustable_clock
-async def test_an_answer_that_is_taken_slowly_is_not_given_up(server: uvicorn.Server, port: int, pass_time: Any) -> None:
+async def test_an_answer_that_is_taken_slowly_is_not_given_up(server: uvicorn.Server, port: int) -> None:
     assert http_protocol._STALL_TIMEOUT_S >= 30  # which no part of this test takes
     reader, _writer = await connect(port, get(b"/large", CLOSE), limit=64 << 10)
     nbytes, left_nbytes = 0, 32 << 20
@@ -416,9 +411,7 @@ async def test_an_answer_that_is_taken_slowly_is_not_given_up(server: uvicorn.Se
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_who_hangs_up_with_a_request_sent_ahead_is_noticed(
-    server: uvicorn.Server, port: int, eventually: Any, turns: Any, at_once: bool
-) -> None:
+async def test_who_hangs_up_with_a_request_sent_ahead_is_noticed(server: uvicorn.Server, port: int, at_once: bool) -> None:
     _, writer = await connect(port)
     await eventually(lambda: server.server_state.connections)
     connection = the_connection(server)
@@ -433,7 +426,7 @@ async def test_who_hangs_up_with_a_request_sent_ahead_is_noticed(
 
 
 @pytest.mark.adjustable_clock
-async def test_a_slow_body_is_not_a_slow_head(server: uvicorn.Server, port: int, pass_time: Any) -> None:
+async def test_a_slow_body_is_not_a_slow_head(server: uvicorn.Server, port: int) -> None:
     reader, writer = await connect(port, HEAD + CLOSE + b"content-length: 2\r\n\r\na")
     while not server.server_state.tasks:
         await asyncio.sleep(0)

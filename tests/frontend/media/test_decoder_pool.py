@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from shmring.frontend.media.decoder_pool import BudgetSpentError, DecoderDiedErr
 from shmring.frontend.media.jobs import Decode, Decoded, Failed, Probe, Probed
 from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
 from shmring.processes.process import Process
+from tests.waiting import eventually
 
 SPEC = InputSpec(picture=PictureSpec(max_pixels=10_000), video=VideoSpec(num_frames=2, max_pixels=10_000))
 LIMITS = MediaLimits(max_image_scans=1_000_000, max_video_expansion=1e9)
 SMALL_FRAMES = (1024, 540)
-Eventually = Callable[..., Awaitable[Any]]
 
 
 @pytest.fixture
@@ -82,9 +82,7 @@ def nursery() -> int:
     return pid
 
 
-async def test_a_budget_ends_what_no_packet_ends(
-    pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
-) -> None:
+async def test_a_budget_ends_what_no_packet_ends(pool: DecoderPool, many_scans: Callable[..., bytes]) -> None:
     data = many_scans(10_000) + bytes(256 << 10)  # 70 s, in one call of libjpeg
     probed = (await pool.run(probe_of("image"), data, 0, 10.0)).reply
     assert isinstance(probed, Probed)
@@ -131,7 +129,7 @@ async def test_a_small_file_with_much_work_is_decoded_among_the_large_ones(
 
 
 async def test_small_media_do_not_wait_for_large_ones(
-    pool: DecoderPool, many_scans: Callable[..., bytes], long_clip: Callable[..., bytes], eventually: Eventually
+    pool: DecoderPool, many_scans: Callable[..., bytes], long_clip: Callable[..., bytes]
 ) -> None:
     clips = [asyncio.create_task(decode(pool, "video", long_clip(5000, SMALL_FRAMES))) for _ in range(5)]
     await eventually(lambda: pool.statistics().waiting == 4)
@@ -149,9 +147,7 @@ async def test_small_media_do_not_wait_for_large_ones(
     assert pool.statistics().waiting_s == 0.0
 
 
-async def test_cancelling_at_any_moment_gives_the_place_back(
-    pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
-) -> None:
+async def test_cancelling_at_any_moment_gives_the_place_back(pool: DecoderPool, many_scans: Callable[..., bytes]) -> None:
     data = many_scans(300, 1000)
     for turn in range(12):
         jobs = [asyncio.create_task(decode(pool, "image", data)) for _ in range(4)]
@@ -165,9 +161,7 @@ async def test_cancelling_at_any_moment_gives_the_place_back(
     await decode(pool, "image", many_scans(1, 64))
 
 
-async def test_a_decoder_that_dies_costs_nobody_a_picture(
-    pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
-) -> None:
+async def test_a_decoder_that_dies_costs_nobody_a_picture(pool: DecoderPool, many_scans: Callable[..., bytes]) -> None:
     """Nor does the death of the process that starts them, with which all of them die."""
     await decode(pool, "image", many_scans(1, 64))
     await eventually(lambda: len(children_of(nursery())) == 1)  # those of other tests have ended
@@ -182,9 +176,7 @@ async def test_a_decoder_that_dies_costs_nobody_a_picture(
 
 
 @pytest.mark.slow  # it starts decoders again and again
-async def test_idle_decoders_that_die_cost_nobody_a_picture(
-    pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
-) -> None:
+async def test_idle_decoders_that_die_cost_nobody_a_picture(pool: DecoderPool, many_scans: Callable[..., bytes]) -> None:
     killed = set()
     for _ in range(10):
         await asyncio.gather(*(decode(pool, "image", many_scans(1, 64)) for _ in range(2)))
@@ -196,7 +188,7 @@ async def test_idle_decoders_that_die_cost_nobody_a_picture(
 
 
 async def test_a_medium_that_kills_its_decoders_kills_two_and_that_is_another_error_than_a_bad_one(
-    pool: DecoderPool, many_scans: Callable[..., bytes], eventually: Eventually
+    pool: DecoderPool, many_scans: Callable[..., bytes]
 ) -> None:
     data = many_scans(10_000) + bytes(256 << 10)  # which is not small: that would be a third decoder
     probed = (await pool.run(probe_of("image"), data, 0, 10.0)).reply

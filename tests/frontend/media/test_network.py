@@ -27,6 +27,7 @@ from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.network import Connector, RemoteClient, is_acceptable, parse_networks
 from shmring.frontend.media.urls import AllowedHosts
 from tests.tables import for_each
+from tests.waiting import eventually
 
 LIMIT = 1 << 20
 
@@ -218,9 +219,7 @@ async def test_a_medium_that_is_called_a_web_page_is_still_one(server: Server, o
     assert await open_client().get(server.url(), LIMIT) == b"\xff\xd8picture"
 
 
-async def test_an_endless_body_is_cut_off_and_costs_no_more_than_the_limit(
-    server: Server, open_client: Any, eventually: Any
-) -> None:
+async def test_an_endless_body_is_cut_off_and_costs_no_more_than_the_limit(server: Server, open_client: Any) -> None:
     left: list[str] = []
 
     async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -280,7 +279,7 @@ async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 @pytest.mark.both_loops
 @pytest.mark.parametrize(("scheme", "answer"), [("http", hang), ("http", drip), ("https", hang)])
-async def test_a_slow_host_is_given_up(server: Server, open_client: Any, eventually: Any, answer: Answer, scheme: str) -> None:
+async def test_a_slow_host_is_given_up(server: Server, open_client: Any, answer: Answer, scheme: str) -> None:
     ended: list[bool] = []
 
     async def watched(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -325,7 +324,7 @@ async def test_a_resolver_that_hangs_is_given_up(server: Server, open_client: An
 
 
 async def test_a_caller_with_slow_hosts_keeps_no_other_caller_from_fetching(
-    server: Server, open_client: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    server: Server, open_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network, "_MAX_CONNECTIONS", 4)
     server.answers["/slow"] = hang
@@ -345,9 +344,7 @@ async def test_a_caller_with_slow_hosts_keeps_no_other_caller_from_fetching(
     await asyncio.wait(slow)
 
 
-async def test_names_that_nobody_resolves_hold_no_threads_that_others_need(
-    monkeypatch: pytest.MonkeyPatch, eventually: Any
-) -> None:
+async def test_names_that_nobody_resolves_hold_no_threads_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when those who have asked for them have given up: nobody can interrupt such a thread."""
     silent, asked = threading.Event(), []
     resolved = socket.getaddrinfo
@@ -385,7 +382,7 @@ async def test_names_that_nobody_resolves_hold_no_threads_that_others_need(
 
 
 async def test_waiting_for_a_turn_counts_and_a_cancelled_fetch_passes_its_turn_on(
-    server: Server, open_client: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    server: Server, open_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network, "_MAX_CONNECTIONS", 1)
     server.answers["/slow"] = hang
@@ -404,7 +401,7 @@ async def test_waiting_for_a_turn_counts_and_a_cancelled_fetch_passes_its_turn_o
     assert await client.get(server.url("/fast"), LIMIT) == b"x"
 
 
-async def test_closing_ends_what_is_under_way(server: Server, open_client: Any, eventually: Any) -> None:
+async def test_closing_ends_what_is_under_way(server: Server, open_client: Any) -> None:
     server.answers["/"] = hang
     client = open_client()
     fetching = asyncio.create_task(client.get(server.url(), LIMIT))

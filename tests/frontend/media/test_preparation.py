@@ -23,6 +23,7 @@ from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 from shmring.frontend.media.preparation import Preparation, ProbedMedium
 from shmring.frontend.media.sources import MediaFile
 from shmring.frontend.settings import FrontendSettings
+from tests.waiting import eventually
 
 Array = np.ndarray[Any, Any]
 OpenPreparation = Callable[..., Preparation]
@@ -138,7 +139,6 @@ async def test_a_copy_that_is_cancelled_holds_its_slot_until_its_thread_has_ende
     preparation: Preparation,
     serve: Callable[..., Awaitable[shmring.Ring]],
     connect: Callable[..., Awaitable[shmring.Client]],
-    eventually: Callable[..., Awaitable[Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copying, go_on = threading.Event(), threading.Event()
@@ -166,7 +166,7 @@ async def test_a_copy_that_is_cancelled_holds_its_slot_until_its_thread_has_ende
 
 
 async def test_a_decoder_is_killed_when_its_caller_goes(
-    open_preparation: OpenPreparation, eventually: Callable[..., Awaitable[Any]], many_scans: Callable[..., bytes]
+    open_preparation: OpenPreparation, many_scans: Callable[..., bytes]
 ) -> None:
     preparation = open_preparation(max_image_scans=100_000, max_decode_s=600.0)
     file = many_scans(20_000)  # half a minute

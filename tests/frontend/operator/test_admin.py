@@ -16,6 +16,7 @@ from shmring.frontend.documentation import openapi_document
 from shmring.frontend.media.fetch import FetchSettings
 from shmring.frontend.settings import FrontendSettings
 from tests.tables import for_each
+from tests.waiting import eventually
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -91,7 +92,7 @@ async def test_an_operator_who_hangs_up_within_a_body_is_told_nothing_and_no_bug
 # -- pause --------------------------------------------------------------------------------------------------------------
 
 
-async def test_while_it_is_paused_requests_wait(http: httpx.AsyncClient, engine: Any, eventually: Any) -> None:
+async def test_while_it_is_paused_requests_wait(http: httpx.AsyncClient, engine: Any) -> None:
     assert (await http.post("/pause", headers=KEY)).json() == {"status": "paused", "traces": []}
     assert (await http.get("/is_paused", headers=KEY)).json() == {"is_paused": True}
     assert (await http.get("/ready")).json()["error"]["code"] == "paused"
@@ -106,7 +107,7 @@ async def test_while_it_is_paused_requests_wait(http: httpx.AsyncClient, engine:
     assert (await http.post("/resume", headers=KEY)).status_code == 200
 
 
-async def test_deadlines_go_on_while_it_is_paused(engine: Any, open_app: OpenApp, eventually: Any) -> None:
+async def test_deadlines_go_on_while_it_is_paused(engine: Any, open_app: OpenApp) -> None:
     http = await open_app(engine, admin_keys=("admin",), request_timeout_s=0.2)
     assert (await http.post("/pause", headers=KEY)).status_code == 200
     answer = await ask(http)
@@ -118,9 +119,7 @@ async def test_deadlines_go_on_while_it_is_paused(engine: Any, open_app: OpenApp
     ("query", "status"),
     [("", 503), ("?mode=abort", 503), ("?mode=wait", 200), ("?wait_for_inflight_requests=true", 200)],
 )
-async def test_what_runs_is_aborted_or_waited_for(
-    http: httpx.AsyncClient, engine: Any, eventually: Any, query: str, status: int
-) -> None:
+async def test_what_runs_is_aborted_or_waited_for(http: httpx.AsyncClient, engine: Any, query: str, status: int) -> None:
     running = asyncio.create_task(ask(http, max_tokens=300))
     await eventually(lambda: engine.core._scheduler.running == 1)
     assert (await http.post(f"/pause{query}", headers=KEY)).status_code == 200
@@ -132,7 +131,7 @@ async def test_what_runs_is_aborted_or_waited_for(
 
 
 async def test_pauses_that_were_given_up_take_no_places_for_calls(
-    http: httpx.AsyncClient, engine: Any, open_app: OpenApp, eventually: Any
+    http: httpx.AsyncClient, engine: Any, open_app: OpenApp
 ) -> None:
     """A frontend has 64 of these."""
     running = asyncio.create_task(ask(http, max_tokens=100_000))
@@ -164,7 +163,7 @@ async def test_what_is_not_known_is_refused(http: httpx.AsyncClient, query: str)
 
 
 async def test_requests_are_ended_by_name_whoever_has_sent_them(
-    http: httpx.AsyncClient, engine: Any, open_app: OpenApp, eventually: Any
+    http: httpx.AsyncClient, engine: Any, open_app: OpenApp
 ) -> None:
     other = await open_app(engine, admin_keys=("admin",))
     running = [asyncio.create_task(ask(http, name, max_tokens=100_000)) for name in ("a", "b", "a-1")]
@@ -189,7 +188,7 @@ async def test_requests_are_ended_by_name_whoever_has_sent_them(
     await eventually(lambda: engine.ring.statistics().slots_in_use == 0 and engine.ring.statistics().running == 0)
 
 
-async def test_a_request_that_waits_is_ended_at_once(http: httpx.AsyncClient, engine: Any, eventually: Any) -> None:
+async def test_a_request_that_waits_is_ended_at_once(http: httpx.AsyncClient, engine: Any) -> None:
     await http.post("/pause", headers=KEY)
     waiting = [asyncio.create_task(ask(http, "w")) for _ in range(2)]  # names need not be unique
     await eventually(lambda: engine.core._scheduler.waiting == 2)
@@ -201,7 +200,7 @@ async def test_a_request_that_waits_is_ended_at_once(http: httpx.AsyncClient, en
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
 async def test_a_request_whose_media_are_being_prepared_is_ended_whichever_frontend_has_it(
-    engine: Any, open_app: OpenApp, eventually: Any, path: str
+    engine: Any, open_app: OpenApp, path: str
 ) -> None:
     reached = asyncio.Semaphore(0)
 

@@ -19,6 +19,7 @@ from shmring.frontend.callers.keys import KeyOwner
 from shmring.frontend.operator import status
 from shmring.frontend.operator.status import Feed
 from tests.frontend.test_inference_chats import GENERATING
+from tests.waiting import eventually
 
 
 async def lines_of(url: str, count: int, key: str | None = None) -> list[Any]:
@@ -53,7 +54,7 @@ async def test_the_page_loads_nothing_from_elsewhere(open_engine: Any, open_app:
 
 
 async def test_each_line_is_a_snapshot_of_each_engine(
-    open_engine: Any, open_server: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    open_engine: Any, open_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "_EACH_S", 0.01)
     engine = await open_engine()
@@ -133,7 +134,7 @@ async def test_callers_see_their_own_requests_and_operators_all(
 
 
 async def test_viewers_share_what_is_asked_and_nobody_is_asked_without_them(
-    open_engine: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    open_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "_EACH_S", 0.01)
     engine = await open_engine()
@@ -202,7 +203,7 @@ async def test_only_so_many_may_watch(open_engine: Any, open_app: Any, monkeypat
     assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
 
 
-async def test_an_engine_that_has_gone_is_a_line_with_the_reason(open_engine: Any, open_server: Any, eventually: Any) -> None:
+async def test_an_engine_that_has_gone_is_a_line_with_the_reason(open_engine: Any, open_server: Any) -> None:
     engine = await open_engine()
     url = await open_server(engine)
     await engine.ring.close()

@@ -17,6 +17,7 @@ from shmring.engine.protocol import EncodeReply
 from shmring.engine.scheduler import SchedulerConfig
 from shmring.frontend.callers.keys import KeyOwner
 from shmring.frontend.operator import status
+from tests.waiting import eventually
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -53,7 +54,7 @@ async def open_page() -> AsyncIterator[Callable[..., Any]]:
 
 @pytest.mark.timeout(180)
 async def test_a_stuck_slot_is_found_with_its_request(
-    open_engine: Any, open_server: Any, body_of: Any, open_page: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    open_engine: Any, open_server: Any, body_of: Any, open_page: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "_EACH_S", 0.1)
     kept: list[Any] = []
@@ -115,7 +116,7 @@ async def rows_of(page: Any, table: str) -> list[list[str]]:
 
 @pytest.mark.timeout(180)
 async def test_who_costs_most_what_takes_the_time_and_where_requests_stand(
-    open_core: Any, open_server: Any, open_page: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    open_core: Any, open_server: Any, open_page: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "_EACH_S", 0.1)
     engine = await open_core({"step_s": 0.02, "tokens": 100_000}, scheduler_config=SchedulerConfig(max_num_seqs=1))

@@ -17,6 +17,7 @@ from shmring.frontend.http.listening import listen, url_of
 from shmring.frontend.processes.server import Server
 from shmring.frontend.settings import ProcessSettings, TlsSettings
 from shmring.service import supervision
+from tests.waiting import eventually, pass_time
 
 
 class Application:
@@ -81,7 +82,7 @@ OpenServer = Callable[..., Awaitable[tuple[Server, Application, httpx.AsyncClien
 
 
 @pytest.fixture
-async def open_server(eventually: Any) -> AsyncIterator[OpenServer]:
+async def open_server() -> AsyncIterator[OpenServer]:
     """``await open_server(shutdown_timeout_s)``: a server in this process, its application, and a client of it."""
     async with contextlib.AsyncExitStack() as stack:
 
@@ -119,7 +120,7 @@ async def open_server(eventually: Any) -> AsyncIterator[OpenServer]:
 
 
 @pytest.fixture
-def open_busy(open_server: OpenServer, eventually: Any) -> Callable[..., Awaitable[Any]]:
+def open_busy(open_server: OpenServer) -> Callable[..., Awaitable[Any]]:
     """``await open_busy(shutdown_timeout_s, "/slow")``: a server, its application, and requests that are in flight there."""
 
     async def open_it(
@@ -190,7 +191,7 @@ async def test_draining_twice_is_no_hurry_and_after_a_second_signal_it_waits_no_
 
 @pytest.mark.both_loops
 async def test_connections_end_when_their_callers_know_or_have_not_used_them_for_a_moment(
-    open_server: OpenServer, eventually: Any, monkeypatch: pytest.MonkeyPatch
+    open_server: OpenServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmring.frontend.http.protocol._IDLE_GRACE_S", 600.0)
     server, application, client = await open_server(600, dataclasses.replace(AT_ANY_PORT, timeout_keep_alive_s=600.0))
@@ -284,7 +285,7 @@ async def test_a_prefix_that_a_proxy_strips_is_known(open_server: OpenServer) ->
 
 
 @pytest.mark.adjustable_clock
-async def test_a_connection_stays_open_for_as_long_as_it_is_told(open_server: OpenServer, pass_time: Any) -> None:
+async def test_a_connection_stays_open_for_as_long_as_it_is_told(open_server: OpenServer) -> None:
     server, application, client = await open_server(600, dataclasses.replace(AT_ANY_PORT, timeout_keep_alive_s=300.0))
     application.may_answer.set()
     assert (await client.get("/slow")).text == "done"

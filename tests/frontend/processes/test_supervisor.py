@@ -32,6 +32,7 @@ from shmring.frontend.settings import FrontendSettings, ProcessSettings
 from shmring.service import supervision
 from shmring.service.supervision import FrontendState, Orders
 from tests.tables import for_each
+from tests.waiting import eventually, turns
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
 OBEDIENT = "import time; print('ready', flush=True); time.sleep(600)"
@@ -312,7 +313,7 @@ async def supervise(tmp_path: Path) -> AsyncIterator[Callable[..., Supervised]]:
 
 
 @pytest.fixture
-async def serving(supervise: Any, eventually: Any) -> Callable[..., Awaitable[Supervised]]:
+async def serving(supervise: Any) -> Callable[..., Awaitable[Supervised]]:
     """As many words as ``supervise`` has, and then the server has begun."""
 
     async def run(**arguments: Any) -> Supervised:
@@ -422,7 +423,7 @@ async def test_an_engine_that_ends_ends_the_server(serving: Any) -> None:
 
 
 async def test_a_frontend_that_hangs_when_it_is_started_again_is_replaced(
-    serving: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_FRONTEND_START_TIMEOUT_S", 0.5)
     frontend = (
@@ -437,7 +438,7 @@ async def test_a_frontend_that_hangs_when_it_is_started_again_is_replaced(
 
 @for_each(("ending", "level"), [("raise SystemExit(0)", "INFO"), ("raise SystemExit(3)", "WARNING")])
 async def test_only_an_end_that_nobody_asked_for_is_a_warning(
-    serving: Any, eventually: Any, caplog: pytest.LogCaptureFixture, ending: str, level: str
+    serving: Any, caplog: pytest.LogCaptureFixture, ending: str, level: str
 ) -> None:
     end = f"import signal\ndef end(*_): {ending}\nsignal.signal(signal.SIGUSR2, end)\n"
     with caplog.at_level("INFO", "shmring.frontend.processes.supervisor"):
@@ -452,7 +453,7 @@ async def test_only_an_end_that_nobody_asked_for_is_a_warning(
 
 
 async def test_a_frontend_that_replaces_another_has_time_to_say_that_it_does_not_reach_the_engine(
-    serving: Any, eventually: Any, tmp_path: Path
+    serving: Any, tmp_path: Path
 ) -> None:
     """It gives up before it is killed. The first one may wait for as long as the server may take to start."""
     frontend = f"{LINK}{GET_ORDERS}\nwith open('PLACE/told', 'a') as file: file.write(orders)\nlink.send(b'r'); time.sleep(600)"
@@ -470,7 +471,7 @@ async def test_a_frontend_that_replaces_another_has_time_to_say_that_it_does_not
 
 @pytest.mark.parametrize("engines", [[EngineSettings(name="test")], ENGINES], ids=["one engine", "two engines"])
 async def test_it_says_that_it_is_ready_and_ends_at_a_signal(
-    supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str], engines: list[EngineSettings]
+    supervise: Any, capsys: pytest.CaptureFixture[str], engines: list[EngineSettings]
 ) -> None:
     reading, writing = os.pipe()
     server = supervise(engine=GET_READY, engines=engines, frontends=2, ready_fd=writing)
@@ -508,7 +509,7 @@ async def test_a_descriptor_that_can_not_be_written_to_is_one_clear_message(supe
 
 
 async def test_a_program_that_does_not_read_that_it_is_ready_ends_no_server(
-    supervise: Any, eventually: Any, capsys: pytest.CaptureFixture[str]
+    supervise: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -526,7 +527,7 @@ async def test_a_program_that_does_not_read_that_it_is_ready_ends_no_server(
         os.fstat(writing)
 
 
-async def test_it_stops_when_the_program_that_started_it_ends(serving: Any, eventually: Any) -> None:
+async def test_it_stops_when_the_program_that_started_it_ends(serving: Any) -> None:
     """SIGKILL closes the other end too; tests/frontend/demo/test_demo.py has that with real processes."""
     lifeline, other_end = socket.socketpair()
     with lifeline, other_end:
@@ -554,9 +555,7 @@ async def test_a_standard_input_that_never_ends_is_one_clear_message(supervise: 
     assert server.pids() == []
 
 
-async def test_the_port_is_closed_before_requests_have_ended(
-    serving: Any, eventually: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_port_is_closed_before_requests_have_ended(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", -1.0)
     closing = (  # as frontends do
         "import json, signal\n"
@@ -581,9 +580,7 @@ async def test_the_port_is_closed_before_requests_have_ended(
 DEAF = f"{IGNORE_SIGTERM}open('PLACE/is-deaf', 'x'); {SLEEP}"
 
 
-async def test_a_second_signal_kills(
-    serving: Any, eventually: Any, turns: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_second_signal_kills(serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "_SAME_SIGNAL_S", 600.0)
     server = await serving(engine=DEAF, frontend=IGNORE_SIGTERM + GET_READY, frontend_settings={"shutdown_timeout_s": 600.0})
     await eventually((tmp_path / "is-deaf").exists, 30)
@@ -599,7 +596,7 @@ async def test_a_second_signal_kills(
 
 
 async def test_who_does_not_end_is_killed_when_the_time_is_up(
-    serving: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_FRONTENDS_GRACE_S", 0.2)
     monkeypatch.setattr(supervisor, "_ENGINES_GRACE_S", 0.2)
@@ -614,7 +611,7 @@ async def test_who_does_not_end_is_killed_when_the_time_is_up(
 
 
 async def test_an_engine_has_its_own_time_and_more_for_a_large_slab(
-    serving: Any, eventually: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_FRONTENDS_GRACE_S", 0.2)
     monkeypatch.setattr(supervisor, "_ENGINES_GRACE_S", 0.0)
@@ -634,7 +631,7 @@ async def test_an_engine_has_its_own_time_and_more_for_a_large_slab(
 
 @pytest.mark.usefixtures("hangups")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-async def test_a_signal_during_the_start_is_heeded(supervise: Any, eventually: Any, number: signal.Signals) -> None:
+async def test_a_signal_during_the_start_is_heeded(supervise: Any, number: signal.Signals) -> None:
     server = supervise(frontend=SLEEP)
     await eventually(lambda: len(server.pids()) == 2, 30)
     os.kill(os.getpid(), number)
@@ -643,7 +640,7 @@ async def test_a_signal_during_the_start_is_heeded(supervise: Any, eventually: A
 
 
 @pytest.mark.usefixtures("hangups")
-async def test_a_hangup_that_is_ignored_stays_so(serving: Any, turns: Any) -> None:
+async def test_a_hangup_that_is_ignored_stays_so(serving: Any) -> None:
     """As ``nohup`` has it."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     server = await serving()
@@ -693,7 +690,7 @@ async def test_children_import_nothing_from_the_working_directory(tmp_path: Path
 
 
 async def test_a_stopped_frontend_is_replaced_and_the_others_learn_its_state(
-    serving: Any, eventually: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    serving: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     listening = (
         LINK + "link.send(b'r'); link.settimeout(0.01)\n"
@@ -761,7 +758,7 @@ async def test_heartbeats_that_were_not_waited_for_are_not_missed(serving: Any) 
     [(signal.SIGKILL, {"engine": GET_READY}), (signal.SIGSTOP, {"engine": BEAT, "frontend": BEAT, "heartbeat_timeout_s": 1.0})],
 )
 async def test_one_of_several_engines_that_ends_or_hangs_is_replaced_and_the_rest_goes_on(
-    serving: Any, eventually: Any, number: signal.Signals, options: dict[str, Any]
+    serving: Any, number: signal.Signals, options: dict[str, Any]
 ) -> None:
     server = await serving(engines=ENGINES, **options)
     others = server.children()[1:]
