@@ -130,6 +130,9 @@ _COMPILED_AWAITED = frozenset(
 # What they return is used with ``async with``, or awaited.
 _BLOCKS = frozenset({"client.slot", "shmring.serve", "shmring.connect", "shmring.join"})
 
+# What is said of `shmring.threads`, where it differs.
+_NOT_THERE, _ONLY_THERE = " Not in threads.", " In threads only."
+
 _DEFAULT_IN_HELP = re.compile(r"\s*\[default: (.*?)\]")
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
@@ -210,17 +213,23 @@ def _member(section: Section, name: str) -> Row:
     own, twin = (getattr(end, name, None) for end in (section.asyncio_class, section.blocking_class))
     if inspect.isroutine(own) or inspect.isroutine(twin):
         return _call(label, own, label, twin)
-    texts = {**attributes(section.blocking_class), **attributes(section.asyncio_class)}
-    ends = ["the same" if name in attributes(end) else "" for end in (section.asyncio_class, section.blocking_class)]
-    return f"`{label}`" if ends[0] else "", ends[1] if ends[0] else f"`{label}`", texts[name]
+    own_texts, twin_texts = attributes(section.asyncio_class), attributes(section.blocking_class)
+    where = _NOT_THERE if name not in twin_texts else _ONLY_THERE if name not in own_texts else ""
+    return f"`{label}`", f"{(twin_texts | own_texts)[name]}{where}"
 
 
 def _call(label: str, own: Callable[..., Any] | None, twin_label: str, twin: Callable[..., Any] | None) -> Row:
-    shown = "" if own is None else f"`{_before(label, own)}{_signature(label, own)}`"
-    twin_shown = "" if twin is None else f"`{_signature(twin_label, twin)}`"
-    if own is not None and twin is not None and _arguments(own) == _arguments(twin):
-        twin_shown = "the same"
-    return shown, twin_shown, _first_sentence(inspect.getdoc(own if own is not None else twin) or "")
+    if own is None:
+        assert twin is not None
+        return f"`{_signature(twin_label, twin)}`", f"{_first_sentence(inspect.getdoc(twin) or '')}{_ONLY_THERE}"
+    where = (
+        _NOT_THERE
+        if twin is None
+        else ""
+        if _arguments(own) == _arguments(twin)
+        else f" In threads: `{_signature(twin_label, twin)}`"
+    )
+    return f"`{_before(label, own)}{_signature(label, own)}`", f"{_first_sentence(inspect.getdoc(own) or '')}{where}"
 
 
 def _before(label: str, call: Callable[..., Any]) -> str:
@@ -300,8 +309,15 @@ def _described(command: click.Command) -> list[Row]:
 
 
 def _fields(record: type) -> list[Row]:
-    texts = descriptions(record)
-    return [(f"`{field}`", _value(default, field), " ".join(texts[field])) for field, default in _defaults(record).items()]
+    """Returns a row for each field; one that an option describes in the same words names that."""
+    options = {_letters(meaning): name for name, _, meaning in _described(serve_command)}
+    texts = {field: " ".join(paragraphs) for field, paragraphs in descriptions(record).items()}
+    meanings = {field: f"as {options[said]}" if (said := _letters(text)) in options else text for field, text in texts.items()}
+    return [(f"`{field}`", _value(default, field), meanings[field]) for field, default in _defaults(record).items()]
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"\W", "", text).lower()
 
 
 def _defaults(record: type) -> dict[str, Any]:
