@@ -138,9 +138,12 @@ def top(name: str, socket_dir: str | None) -> None:
 
     Without a terminal, it prints a line for each engine and second: shmring top NAME | tee log.
     """
-    from shmring.frontend.commands.top import watch
+    try:
+        from shmring.frontend.commands.top import watch
 
-    raise SystemExit(watch(name, socket_dir))
+        raise SystemExit(watch(name, socket_dir))
+    except KeyboardInterrupt:  # before it watches: importing takes a while
+        raise SystemExit(0) from None
 
 
 _TIMEOUT = click.option(

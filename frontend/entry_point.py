@@ -8,6 +8,7 @@ line need.
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from shmring.service.import_path import restart_without_working_directory
@@ -27,12 +28,14 @@ EXTRAS = {
 
 
 def main() -> None:
-    """Runs the command; exit code 1 if the extra for it is missing."""
+    """Runs the command; exit code 1 if the extra for it is missing, and the shell's for Ctrl-C while it is being imported."""
     restart_without_working_directory()
     try:
         from shmring.frontend.cli import main as run
 
         run()
+    except KeyboardInterrupt:  # before there is a command
+        sys.exit(128 + signal.SIGINT)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         extra = next((extra for extra, modules in EXTRAS.items() if missing in modules), None)

@@ -32,7 +32,6 @@ __all__ = ["drain", "restart"]
 
 _LOOK_S = 0.2
 _ANSWER_S = 5.0  # after which an engine counts as one that does not answer
-_PROGRESS_S = 5.0
 
 
 class _CannotError(Exception):
@@ -202,15 +201,13 @@ class _Watch:
             snapshot: of an engine, which names the process.
             next_serves: says whether the next one does; None: there will be none.
         """
-        waits_for = f"{title} (pid {pid}) to end"
+        waits_for = ""
 
-        async def until(is_true: Callable[[], Awaitable[bool]]) -> None:
-            loop = asyncio.get_running_loop()
-            said_at = loop.time()
+        async def until(is_true: Callable[[], Awaitable[bool]], what: str) -> None:
+            nonlocal waits_for
+            waits_for = what
+            click.echo(f"waiting for {waits_for}", err=True)
             while not await is_true():
-                if loop.time() - said_at >= _PROGRESS_S:
-                    said_at = loop.time()
-                    click.echo(f"waiting for {waits_for}", err=True)
                 await asyncio.sleep(_LOOK_S)
 
         async def has_ended() -> bool:
@@ -228,11 +225,9 @@ class _Watch:
             process.send(DRAIN_SIGNAL)
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    click.echo(f"waiting for {waits_for}", err=True)
-                    await until(has_ended)
+                    await until(has_ended, f"{title} (pid {pid}) to end")
                     if next_serves is not None:
-                        waits_for = f"the next process in place of {title}"
-                        await until(next_serves)
+                        await until(next_serves, f"the next process in place of {title}")
             except TimeoutError:
                 raise _CannotError(f"after {self._timeout_s:g} s (--timeout), still waiting for {waits_for}") from None
         click.echo(f"{title} {'has ended' if next_serves is None else 'was replaced'}", err=True)

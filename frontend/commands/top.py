@@ -80,11 +80,14 @@ def watch(name: str, socket_dir: str | None) -> int:
 
     Returns:
         The exit code.
+
+    Raises:
+        KeyboardInterrupt: that was it.
     """
     console = Console()
     try:
         asyncio.run(_watch(name, socket_dir, console) if console.is_interactive else _print_lines(name, socket_dir))
-    except (KeyboardInterrupt, BrokenPipeError):  # whoever read the lines has gone
+    except BrokenPipeError:  # whoever read the lines has gone
         return 0
     except ValueError as error:
         click.echo(f"shmring top: {error}", err=True)

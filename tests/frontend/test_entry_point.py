@@ -18,11 +18,24 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+# A module at whose use somebody presses Ctrl-C.
+INTERRUPTED = """
+class Interrupted:
+    def __getattr__(self, name):
+        raise KeyboardInterrupt
+"""
+
+
 def run_without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs what the project's metadata says the command is, in a process that can't import a module."""
+    """Runs the command in a process that can't import a module."""
+    return run_with(f"sys.modules[{module!r}] = None", *arguments)
+
+
+def run_with(statement: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs what the project's metadata says the command is, in a process that executes a statement before."""
     place, _, function = PROJECT["scripts"]["shmring"].partition(":")
     program = (
-        f"import sys; sys.modules[{module!r}] = None; sys.argv[1:] = {list(arguments)!r}\n"
+        f"import sys{INTERRUPTED}\n{statement}; sys.argv[1:] = {list(arguments)!r}\n"
         f"from {place} import {function}; sys.exit({function}())"
     )
     return subprocess.run(
@@ -52,6 +65,15 @@ def test_a_missing_extra_is_named_in_one_line(module: str, arguments: list[str],
     assert said.startswith(f"shmring: this command needs the extra [{extra}]")
     assert repr(module) in said or f"import of {module}" in said
     assert said.endswith(f"pip install 'shmring[{extra}]'")
+
+
+@for_each(
+    ("module", "arguments", "code"),
+    [("click", ["inspect"], 130), ("rich", ["top"], 0)],
+)
+def test_ctrl_c_while_it_is_being_imported_ends_it_quietly(module: str, arguments: list[str], code: int) -> None:
+    done = run_with(f"sys.modules[{module!r}] = Interrupted()", *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
 def test_with_all_extras_it_is_the_command() -> None:

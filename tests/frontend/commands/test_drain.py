@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import struct
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 import shmring
 from shmring.frontend.commands import drain
+from shmring.processes.process import Process
 from shmring.snapshot import RingSnapshot
 
 _LIMIT_S = 60.0  # which only a hang reaches
@@ -86,6 +88,29 @@ async def test_an_engine_that_stops_between_two_looks_is_not_waited_for(
         with playing(path, snapshot, _LOOKS, fill):
             assert await drained(socket_dir) == 1
     assert f"the server (pid {os.getpid()}) has just ended" in capsys.readouterr().err
+
+
+async def test_what_is_waited_for_is_said_once(
+    socket_dir: Path, snapshot: RingSnapshot, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However long it takes: ten seconds pass at each look at the process."""
+    real_time, passed_s = asyncio.BaseEventLoop.time, 0.0
+
+    class Looked(Process):
+        @property
+        def lives(self) -> bool:
+            nonlocal passed_s
+            passed_s += 10.0
+            return passed_s < 100.0
+
+    monkeypatch.setattr(drain, "Process", Looked)
+    monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda loop: real_time(loop) + passed_s)
+    with subprocess.Popen(["sleep", "60"]) as server:  # which the signal ends
+        snapshot.program["server"]["pid"] = server.pid
+        with playing(socket_dir / "played.sock", snapshot, _LOOKS + 1, lambda: None):
+            code = await asyncio.to_thread(drain.drain, "played", str(socket_dir), 1000.0, engine=None, frontend=None)
+    said = f"waiting for the server (pid {server.pid}) to end\nthe server has ended\n"
+    assert (code, capsys.readouterr().err) == (0, said)
 
 
 async def test_an_engine_of_another_container_is_not_told_to_end(
