@@ -161,8 +161,8 @@ async def test_who_costs_most_what_takes_the_time_and_where_requests_stand(
             assert (caller, int(prompt_tokens) > 0, int(tokens) > 0) == ("a<b>lice", True, True)
             assert re.fullmatch(r"[0-9.]+ s", spent)
             _, *callers = await rows_of(page, "callers")
-            assert sorted((row[0], row[5]) for row in callers) == [("a<b>lice", "2"), ("bob", "1")]  # they take turns
-            assert all(re.fullmatch(r"[0-9.]+ s", row[1]) and re.fullmatch(r"[0-9.]+ %", row[3]) for row in callers)
+            assert sorted((row[0], row[6]) for row in callers) == [("a<b>lice", "2"), ("bob", "1")]  # they take turns
+            assert all(re.fullmatch(r"[0-9.]+ s", row[1]) and re.fullmatch(r"[0-9.]+ %", row[4]) for row in callers)
             _, *ended = await rows_of(page, "ended")
             assert [row[1:4] for row in ended] == [["<u>short", "answered", "a<b>lice"]]
             assert re.fullmatch(r"[0-9.]+ s", ended[0][4])
@@ -189,6 +189,29 @@ async def test_who_costs_most_what_takes_the_time_and_where_requests_stand(
         for task in asked:
             task.cancel()
         await asyncio.wait(asked)
+
+
+@pytest.mark.timeout(180)
+async def test_long_names_and_reasons_leave_all_columns_on_the_page(open_core: Any, open_server: Any, open_page: Any) -> None:
+    engine = await open_core({"step_s": 0.02, "tokens": 100_000})
+    engine.core._executor.waits_for = lambda _: "its prompt is being read: 1,234,567 of 7,654,321 tokens"
+    url = await open_server(
+        engine, api_keys=("key",), admin_keys=("operator's",), key_owners=(KeyOwner(name="n" * 64, keys=("key",)),)
+    )
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_MS) as http:
+        headers = {"authorization": "Bearer key", "x-request-id": "r" * 100}
+        body = {"model": "shmring-synthetic", "messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        asked = asyncio.create_task(http.post("/v1/chat/completions", json=body, headers=headers))
+        await eventually(lambda: len(engine.core._scheduler.all()) == 1)
+        page, _, _ = await open_page(url, viewport=DESKTOP)
+        await page.get_by_label("API key").fill("operator's")
+        await page.keyboard.press("Enter")
+        await page.get_by_text("its prompt is being read: 1,234,567 of 7,654,321 tokens").wait_for()
+        ends = "all => all.map(each => each.getBoundingClientRect().right)"
+        for table in ("requests", "callers"):
+            assert max(await page.locator(f"#{table} th").evaluate_all(ends)) <= DESKTOP["width"], table
+        asked.cancel()
+        await asyncio.wait([asked])
 
 
 @pytest.mark.timeout(180)
