@@ -92,8 +92,8 @@ PANELS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 "s",
                 [("max(shmring_frontend_loop_lag_seconds)", "frontends"), ("max(shmring_engine_loop_lag_seconds)", "engines")],
             ),
-            ("Seconds of steps, by part", "s", [(rate("shmring_engine_spent_seconds_total", "part"), "{{part}}")]),
-            ("Seconds of steps, by key", "s", [(rate("shmring_engine_caller_seconds_total", "key"), "{{key}}")]),
+            ("Seconds of steps and beside, by part", "s", [(rate("shmring_engine_spent_seconds_total", "part"), "{{part}}")]),
+            ("Seconds of steps and beside, by key", "s", [(rate("shmring_engine_caller_seconds_total", "key"), "{{key}}")]),
             (
                 "Requests in a step",
                 "short",

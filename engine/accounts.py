@@ -45,15 +45,17 @@ class Caller:
     Attributes:
         owner: who.
         seconds: of steps that its requests took in the last ten seconds, about.
+        beside_s: of threads that prepared something for them beside steps, likewise.
         decoding_s: of decoders of frontends, likewise.
-        share: of both that the requests of all owners took then.
-        minute_s: of steps and decoders together, in the last minute.
+        share: of all three that the requests of all owners took then.
+        minute_s: of all three together, in the last minute.
         requests: that it has now, those that are being prepared in frontends included.
         preparing: how many of them are.
     """
 
     owner: str
     seconds: float
+    beside_s: float
     decoding_s: float
     share: float
     minute_s: float
@@ -70,21 +72,25 @@ class Account:
         requests: that wait or run.
         waiting: of these, how many wait: for the scheduler.
         open: answers that are being written: for the scheduler, too.
-        recent_s: seconds that people have not been told of so far.
+        recent_s, recent_beside_s: seconds that people have not been told of so far: of steps, and beside them.
     """
 
-    __slots__ = ("open", "owner", "recent_s", "requests", "used", "waiting")
+    __slots__ = ("open", "owner", "recent_beside_s", "recent_s", "requests", "used", "waiting")
 
     def __init__(self, owner: str, used: float) -> None:
         self.owner = owner
         self.used = used
         self.requests = self.waiting = self.open = 0
-        self.recent_s = 0.0
+        self.recent_s = self.recent_beside_s = 0.0
 
-    def charge(self, seconds: float) -> None:
-        """Requests of the owner have taken so many seconds of a step, which has ended when :meth:`Accounts.turn` said."""
+    def charge(self, seconds: float, beside_s: float = 0.0) -> None:
+        """Requests of the owner have taken so many seconds of a step, which has ended when :meth:`Accounts.turn` said, and so
+        many of other threads beside steps."""
         self.used += seconds
         self.recent_s += seconds
+        if beside_s:
+            self.used += beside_s
+            self.recent_beside_s += beside_s
 
 
 class _Recent:
@@ -97,7 +103,7 @@ class _Recent:
         self._before: dict[str, float] = {}
 
     def add(self, owner: str, seconds: float) -> None:
-        if owner in self._used or len(self._used) < _MAX_TOLD:
+        if seconds and (owner in self._used or len(self._used) < _MAX_TOLD):
             self._used[owner] = self._used.get(owner, 0.0) + seconds
 
     def sums(self, now: float) -> dict[str, float]:
@@ -120,7 +126,9 @@ class Accounts:
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}  # of owners who have requests
         self._debts: dict[str, float] = {}  # where others stood when they left
-        self._now, self._minute, self._decoding = _Recent(NOW_S), _Recent(_MINUTE_S), _Recent(NOW_S)  # for people
+        # For people.
+        self._now, self._beside, self._decoding = _Recent(NOW_S), _Recent(NOW_S), _Recent(NOW_S)
+        self._minute = _Recent(_MINUTE_S)
         self._turns_at = 0.0  # when the next of their windows begins
         self._totals: dict[str, float] = {}  # of the first owners that came
 
@@ -172,7 +180,7 @@ class Accounts:
             return
         for account in self._accounts.values():
             self._tell(account)
-        for recent in (self._now, self._minute, self._decoding):
+        for recent in (self._now, self._beside, self._decoding, self._minute):
             recent.turn(now)
         self._turns_at = now - now % NOW_S + NOW_S  # a minute begins with ten seconds
 
@@ -191,7 +199,8 @@ class Accounts:
             self._minute.add(owner, seconds)
 
     def totals(self, now: float) -> Mapping[str, float]:
-        """Returns the seconds of steps that the requests of each owner have taken since the start; of a thousand owners."""
+        """Returns the seconds that the requests of each owner have taken since the start, of steps and beside them; of a
+        thousand owners."""
         self.turn(now)
         for account in self._accounts.values():
             self._tell(account)
@@ -206,35 +215,39 @@ class Accounts:
         Args:
             now: the time, in seconds.
             preparing: by owner, the requests that are being prepared in frontends.
-            working_s: by owner, seconds that work for it takes already, and that it has not been charged for.
+            working_s: by owner, seconds that work beside steps takes already, and that it has not been charged for.
         """
         self.turn(now)
         for account in self._accounts.values():
             self._tell(account)
         preparing = preparing or Counter()
-        seconds, minute, decoding = self._now.sums(now), self._minute.sums(now), self._decoding.sums(now)
+        beside = self._beside.sums(now)
         for each in working_s:
             for owner, taken_s in each.items():
-                seconds[owner] = seconds.get(owner, 0.0) + min(taken_s, NOW_S)
+                beside[owner] = beside.get(owner, 0.0) + min(taken_s, NOW_S)
+        used = [self._now.sums(now), beside, self._decoding.sums(now)]
+        minute = self._minute.sums(now)
         requests = preparing + Counter({owner: account.requests for owner, account in self._accounts.items()})
-        most = [heapq.nlargest(_TOLD, used, key=used.__getitem__) for used in (seconds, minute, decoding)]
+        most = [heapq.nlargest(_TOLD, each, key=each.__getitem__) for each in (*used, minute)]
         owners = {owner for each in most for owner in each} | {owner for owner, _ in requests.most_common(_TOLD)}
-        whole = sum(seconds.values()) + sum(decoding.values()) or 1.0
+        whole = sum(sum(each.values()) for each in used) or 1.0
         callers = []
         for owner in owners:
-            used_s, decoding_s = seconds.get(owner, 0.0), decoding.get(owner, 0.0)
-            share, minute_s = (used_s + decoding_s) / whole, minute.get(owner, 0.0)
-            callers.append(Caller(owner, used_s, decoding_s, share, minute_s, requests[owner], preparing[owner]))
+            used_s, beside_s, decoding_s = taken = [each.get(owner, 0.0) for each in used]
+            share, minute_s = sum(taken) / whole, minute.get(owner, 0.0)
+            callers.append(Caller(owner, used_s, beside_s, decoding_s, share, minute_s, requests[owner], preparing[owner]))
         return sorted(callers, key=lambda each: (-each.share, -each.minute_s, -each.requests, each.owner))
 
     def _tell(self, account: Account) -> None:
         """Counts for people, and for numbers, what an account was charged."""
-        if seconds := account.recent_s:
-            account.recent_s = 0.0
-            if account.owner in self._totals or len(self._totals) < _MAX_TOTALS:
-                self._totals[account.owner] = self._totals.get(account.owner, 0.0) + seconds
-            self._now.add(account.owner, seconds)
-            self._minute.add(account.owner, seconds)
+        owner, seconds, beside_s = account.owner, account.recent_s, account.recent_beside_s
+        if taken := seconds + beside_s:
+            account.recent_s = account.recent_beside_s = 0.0
+            if owner in self._totals or len(self._totals) < _MAX_TOTALS:
+                self._totals[owner] = self._totals.get(owner, 0.0) + taken
+            self._now.add(owner, seconds)
+            self._beside.add(owner, beside_s)
+            self._minute.add(owner, taken)
 
     def _forgive(self) -> None:
         """Forgets the debts of those who have gone, unless they are few and others have less."""

@@ -372,11 +372,13 @@ class EngineCore:
         share = rest_s / (silent or len(batch)) if rest_s > 0 else 0.0
         self._scheduler.accounts.turn(now)
         for request, output in zip(batch, outputs, strict=True):
-            taken = share
-            if isinstance(output, StepOutput) and output.seconds:
-                taken = output.seconds * ran + (0.0 if silent else share)
-            request.seconds += taken
-            request.account.charge(taken)
+            taken, beside_s = share, 0.0
+            if isinstance(output, StepOutput):
+                beside_s = output.beside_s
+                if output.seconds:
+                    taken = output.seconds * ran + (0.0 if silent else share)
+            request.seconds += taken + beside_s
+            request.account.charge(taken, beside_s)
 
     def _deliver(self, request: EngineRequest, output: StepOutput, now: float) -> None:
         if not output.keep_inputs and not request.claim.released:
@@ -405,6 +407,7 @@ class EngineCore:
         reply = output.reply
         self.metrics.finished_requests += output.finished
         if reply is None:
+            request.prompt_tokens = output.prompt_tokens or request.prompt_tokens
             return
         request.prompt_tokens = reply.prompt_tokens
         if request.is_tokenized:

@@ -215,7 +215,7 @@ OF_ENGINES = (
         "shmring_engine_caller_seconds",
         "counter",
         "s",
-        "of steps that requests took, by `key`, the name of its owner; of keys that have one",
+        "that requests took, of steps and beside them, by `key`, the name of its owner; of keys that have one",
         "engine.caller_seconds",
         labels=("key",),
     ),

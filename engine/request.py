@@ -74,7 +74,7 @@ class EngineRequest:
         is_encoded: whether it asks for embeddings, and for no answer.
         expired: whether that time has passed while a step was running with it.
         revoked: why the engine ends it at the next boundary between steps, or None.
-        seconds: that it took of steps.
+        seconds: that it took of steps, and of other threads beside them.
         prompt_tokens, tokens: of its prompt, and of its answers so far, as its executor has said.
         ended: whether it was answered, failed or timed out. An aborted one ends by itself (``claim.aborted``).
     """

@@ -151,7 +151,8 @@ def _parts_text(avoidable: _Share, usual: float) -> list[str]:
 
 
 def whose(callers: Sequence[Caller], waiting: Mapping[str, Counter[str]] | None = None) -> str:
-    """Returns who takes most of the steps and of decoders, if one does, and who has most of what is being prepared.
+    """Returns who takes most of steps, of preparation beside them and of decoders, if one does, and who has most of what is
+    being prepared.
 
     Args:
         callers: as :meth:`~shmring.engine.accounts.Accounts.describe` returns them.
@@ -160,8 +161,8 @@ def whose(callers: Sequence[Caller], waiting: Mapping[str, Counter[str]] | None 
     texts = []
     if callers and callers[0].share >= _WHOSE:
         most = callers[0]
-        decoding = f" and {most.decoding_s:.1f} s of decoders" if most.decoding_s >= 0.05 else ""
-        took = f"{most.seconds:.1f} s of steps{decoding}"
+        told = ((most.seconds, "steps"), (most.beside_s, "preparation beside steps"), (most.decoding_s, "decoders"))
+        took = " and ".join(f"{seconds:.1f} s of {what}" for seconds, what in told if seconds >= 0.05)
         texts.append(f"Of what requests took, {most.share:.0%} was for {most.owner}: {took} in {NOW_S} s.")
     preparing = max(callers, key=lambda each: each.preparing, default=None)
     if preparing is not None and preparing.preparing:

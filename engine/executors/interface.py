@@ -125,6 +125,8 @@ class StepOutput(msgspec.Struct, frozen=True):
         keep_inputs: whether the next step needs the request's payload again. Otherwise its slots go back now.
         others: further replies, where a request has several answers.
         seconds: what the request took of the step. Nothing: an equal share of what others did not take.
+        beside_s: seconds of a processor that other threads have taken for it, beside this step or earlier ones; told once.
+        prompt_tokens: of the request, where they are known before there is a reply.
     """
 
     reply: EncodeReply | GenerateReply | None = None
@@ -132,22 +134,27 @@ class StepOutput(msgspec.Struct, frozen=True):
     keep_inputs: bool = False
     others: Sequence[GenerateReply] = ()
     seconds: float = 0.0
+    beside_s: float = 0.0
+    prompt_tokens: int = 0
 
     @classmethod
-    def of(cls, replies: Sequence[GenerateReply], *, finished: bool) -> StepOutput:
+    def of(cls, replies: Sequence[GenerateReply], prompt_tokens: int = 0, *, finished: bool) -> StepOutput:
         """Returns the output of a request with some answers, of which something is new, or nothing."""
-        return cls(replies[0] if replies else None, finished=finished, others=replies[1:])
+        if not replies:
+            return cls(finished=finished, prompt_tokens=prompt_tokens)
+        return cls(replies[0], finished=finished, others=replies[1:])
 
 
 #: A request that goes on: its inputs are given back now; or they are needed again in the next step.
 GOES_ON, COMES_AGAIN = StepOutput(finished=False), StepOutput(finished=False, keep_inputs=True)
 
 
-def priced(output: StepOutput | Exception, seconds: float) -> StepOutput | Exception:
-    """Returns an output that says that its request took so many seconds more of the step. An error says nothing of it."""
-    if isinstance(output, Exception) or seconds <= 0:
+def priced(output: StepOutput | Exception, seconds: float, beside_s: float = 0.0) -> StepOutput | Exception:
+    """Returns an output that says that its request took so many seconds more of the step, and beside it. An error says nothing
+    of it."""
+    if isinstance(output, Exception) or (seconds <= 0 and beside_s <= 0):
         return output
-    return msgspec.structs.replace(output, seconds=output.seconds + seconds)
+    return msgspec.structs.replace(output, seconds=output.seconds + seconds, beside_s=output.beside_s + beside_s)
 
 
 #: What requests wait for that no step can go on with yet, and how a sentence on several of them says it.

@@ -150,7 +150,8 @@ class TransformersExecutor:
             self._prompts_of[thread].input = self._prompts.input
         self._preparing = Preparing[_Prepared]()
         self._long_texts: dict[int, _Tokens] = {}  # of requests to encode
-        self._taken: defaultdict[int, float] = defaultdict(float)  # seconds of this step, by request
+        # Seconds of this step, by request, and of other threads.
+        self._taken, self._beside = defaultdict[int, float](float), defaultdict[int, float](float)
         self._passes = Passes(self._model, may_batch=settings.batch_decode)
         #: What steps were spent on so far, in seconds: laying prompts out, passes of the model for prompts, for answers, and
         #: for answers that are read alone; choosing tokens; embedding; waiting for what is prepared beside them. And what other
@@ -207,6 +208,7 @@ class TransformersExecutor:
         copied_nbytes = 0
         self._preparing.begin_step()
         self._taken.clear()
+        self._beside.clear()
         for part in batch:
             if isinstance(part.payload, EncodeRequest):
                 self._begin_encoding(part.request_id, part.payload, to_encode, outputs)
@@ -227,12 +229,13 @@ class TransformersExecutor:
         with self._spending("embedding"):
             outputs.update(self._line.execute(to_encode))
         for request_id, output in outputs.items():
-            self._take(request_id, FORMS, self._grammars.take_seconds(request_id))
-            for beside, seconds in self._preparing.take_seconds(request_id).items():
-                self._take(request_id, beside, seconds)
+            self._take(self._beside, request_id, FORMS, self._grammars.take_seconds(request_id))
+            for what, seconds in self._preparing.take_seconds(request_id).items():
+                self._take(self._beside, request_id, what, seconds)
             if isinstance(output, Exception) or output.finished:
                 self.forget(request_id)
-        return [priced(outputs[part.request_id], self._taken.get(part.request_id, 0.0)) for part in batch]
+        numbers = [part.request_id for part in batch]
+        return [priced(outputs[number], self._taken[number], self._beside[number]) for number in numbers]
 
     def waits_for(self, request_id: int) -> str:
         """Says what a request of the step waits for; nothing, if its answer is being written. From any thread."""
@@ -262,8 +265,8 @@ class TransformersExecutor:
             if request_id is not None:
                 self._taken[request_id] += seconds
 
-    def _take(self, request_id: int, part: str, seconds: float) -> None:
-        self._taken[request_id] += seconds
+    def _take(self, taken: dict[int, float], request_id: int, part: str, seconds: float) -> None:
+        taken[request_id] += seconds
         self.spent_s[part] += seconds
 
     def forget(self, request_id: int) -> None:
@@ -371,7 +374,9 @@ class TransformersExecutor:
         replies = self._choose(chosen, outputs)
         for request_id in running:
             if outputs[request_id] is GOES_ON:
-                outputs[request_id] = StepOutput.of(replies[request_id], finished=not self._answers[request_id])
+                answers = self._answers[request_id]
+                prompt_tokens = answers[0].prompt_tokens if answers else 0
+                outputs[request_id] = StepOutput.of(replies[request_id], prompt_tokens, finished=not answers)
 
     def _read(self, passes: Sequence[dict[Answer, int]], outputs: dict[int, StepOutput | Exception]) -> list[_Chosen]:
         """Has the model read; returns the logits of next tokens."""
@@ -403,7 +408,7 @@ class TransformersExecutor:
         is_together = self._passes.can_batch(next(iter(pieces)))
         for answer, count in pieces.items():
             part = ("prompts" if answer in of_prompts else "answers") if is_together else "alone"
-            self._take(answer.request_id, part, seconds * count / tokens)
+            self._take(self._taken, answer.request_id, part, seconds * count / tokens)
 
     def _choose(
         self, chosen: Sequence[_Chosen], outputs: dict[int, StepOutput | Exception]
@@ -420,7 +425,7 @@ class TransformersExecutor:
                 outputs[answer.request_id] = _report(error)
             now = time.perf_counter()
             answer.choosing_s = now - began + (0.0 if isinstance(choice, Exception) else choice.seconds)
-            self._take(answer.request_id, "choosing", answer.choosing_s)
+            self._take(self._taken, answer.request_id, "choosing", answer.choosing_s)
         return replies
 
     def _those_ready(self, chosen: Sequence[_Chosen], room: Mapping[int, int | None]) -> list[_Chosen]:

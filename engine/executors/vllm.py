@@ -194,7 +194,7 @@ class VllmExecutor(VllmLoop[_Request]):
             if isinstance(prepared, StepOutput):
                 return prepared
             self._add(request_id, request, payload, prepared)
-        return GOES_ON
+        return StepOutput(finished=False, prompt_tokens=request.prompt_tokens)
 
     def _next_piece(self, request: _Request, payload: EncodeRequest | GenerateRequest) -> Stages[_Prepared]:
         """Prepares the next prompts of a request."""
@@ -296,7 +296,7 @@ def _token_logprobs(contents: TokenBytes, chosen: int, likely: Mapping[int, Any]
 
 def _output(request: _Request, replies: list[GenerateReply]) -> StepOutput:
     if request.answers:
-        return StepOutput.of(replies, finished=all(answer.ended for answer in request.answers))
+        return StepOutput.of(replies, request.prompt_tokens, finished=all(answer.ended for answer in request.answers))
     if len(request.names) < request.inputs:
         return COMES_AGAIN
     if len(request.embeddings) < request.inputs:

@@ -150,8 +150,8 @@ class VllmLoop(abc.ABC, Generic[_Request]):
             outputs |= share_seconds(outputs, weights, time.perf_counter() - began)
         else:
             self._preparing.wait(outputs)
-        # What was prepared for a request meanwhile is part of what it took.
-        return [priced(outputs[part.request_id], sum(self._preparing.take_seconds(part.request_id).values())) for part in batch]
+        beside_s = {part.request_id: sum(self._preparing.take_seconds(part.request_id).values()) for part in batch}
+        return [priced(outputs[number], 0.0, seconds) for number, seconds in beside_s.items()]
 
     def forget(self, request_id: int) -> None:
         """Ends a request in vLLM's engine, unless it has ended."""

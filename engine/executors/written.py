@@ -46,6 +46,7 @@ class Answer:
         repeatable: whether it must be the same again, bit for bit.
         turn: its last one, where not all answers are read in a step.
         choosing_s: what its last token took to choose.
+        prompt_tokens: how many its prompt has.
     """
 
     context: Context
@@ -82,7 +83,7 @@ class Answer:
         self._detokenizer = Detokenizer(checkpoint.tokenizer, skip_special_tokens=reader is None)
         self._contents = contents
         self._limit = longest_answer(sampling, len(prompt), checkpoint.max_model_len)
-        self._prompt_tokens = len(prompt)
+        self.prompt_tokens = len(prompt)
         self._completion_tokens = 0
         self._unsent: list[int] = []
         self._unsent_logprobs: list[TokenLogprobs] = []
@@ -149,7 +150,7 @@ class Answer:
         reply = GenerateReply(
             parts.text,
             self._unsent,
-            self._prompt_tokens,
+            self.prompt_tokens,
             self._completion_tokens,
             finish_reason,
             parts.tool_calls,

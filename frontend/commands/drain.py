@@ -207,7 +207,7 @@ class _Watch:
             nonlocal waits_for
             waits_for = what
             click.echo(f"waiting for {waits_for}", err=True)
-            while not await is_true():
+            while not await is_true():  # noqa: ASYNC110 - it is another process's
                 await asyncio.sleep(_LOOK_S)
 
         async def has_ended() -> bool:

@@ -376,7 +376,7 @@ def _requests_of_server(snapshot: RingSnapshot) -> _Table:
         "caller",
         "prompt",
         "tokens",
-        "in steps",
+        "took",
         "age",
     ]
     waiting = tuple(index for index, each in enumerate(program["requests"]) if each["place"])
@@ -401,6 +401,7 @@ def _callers(snapshot: RingSnapshot) -> _Table:
         [
             each["owner"],
             _taken(each["seconds"]),
+            _taken(each["beside_s"]),
             _taken(each["decoding_s"]),
             f"{each['share']:.0%}",
             _taken(each["minute_s"]),
@@ -408,8 +409,8 @@ def _callers(snapshot: RingSnapshot) -> _Table:
         ]
         for each in snapshot.program["callers"]
     ]
-    headings = ["caller", "in steps, last 10 s", "in decoders", "share", "both, last minute", "requests"]
-    return _Table(headings, rows, [False] * len(rows), long=0, spare=(4, 2, 5))
+    headings = ["caller", "in steps, last 10 s", "beside them", "in decoders", "share", "all, last minute", "requests"]
+    return _Table(headings, rows, [False] * len(rows), long=0, spare=(5, 3, 6))
 
 
 def _spending(snapshot: RingSnapshot) -> _Table:

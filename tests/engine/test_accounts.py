@@ -148,9 +148,9 @@ def test_decoders_count_for_people_and_not_for_the_order_and_so_do_requests_that
     assert accounts.used("decoders") == used
     told = accounts.describe(30.0, Counter({"decoders": 11, "new": 1}))
     assert told == [
-        Caller("decoders", 1.0, 5.0, 0.75, 6.0, 12, 11),
-        Caller("steps", 2.0, 0.0, 0.25, 2.0, 1, 0),
-        Caller("new", 0.0, 0.0, 0.0, 0.0, 1, 1),
+        Caller("decoders", 1.0, 0.0, 5.0, 0.75, 6.0, 12, 11),
+        Caller("steps", 2.0, 0.0, 0.0, 0.25, 2.0, 1, 0),
+        Caller("new", 0.0, 0.0, 0.0, 0.0, 0.0, 1, 1),
     ]
 
 
@@ -158,4 +158,17 @@ def test_work_that_has_not_ended_counts_for_whom_it_is_done() -> None:
     accounts = Accounts()
     accounts.charge("steps", 4.0, 30.0)
     told = accounts.describe(30.0, working_s=[{"forms": 30.0}, {"forms": 2.0, "steps": 1.0}])
-    assert [(each.owner, each.seconds) for each in told] == [("forms", 12.0), ("steps", 5.0)]
+    assert [(each.owner, each.seconds, each.beside_s) for each in told] == [("forms", 0.0, 12.0), ("steps", 4.0, 1.0)]
+    assert [each.share for each in told] == [12 / 17, 5 / 17]
+
+
+def test_what_is_prepared_beside_steps_is_told_apart_and_paid_for_like_them() -> None:
+    accounts = Accounts()
+    accounts.turn(30.0)
+    accounts.enter("forms").charge(0.5, 14.5)
+    accounts.enter("steps").charge(5.0)
+    told = accounts.describe(30.0)
+    assert told == [Caller("forms", 0.5, 14.5, 0.0, 0.75, 15.0, 1, 0), Caller("steps", 5.0, 0.0, 0.0, 0.25, 5.0, 1, 0)]
+    assert (accounts.used("forms"), accounts.totals(30.0)) == (15.0, {"forms": 15.0, "steps": 5.0})
+    accounts.enter("forms").charge(0.0, 1.0)
+    assert (accounts.totals(30.0)["forms"], accounts.describe(40.0)[0].beside_s) == (16.0, 15.5)

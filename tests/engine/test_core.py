@@ -292,7 +292,7 @@ async def test_requests_of_a_step_whose_forms_are_prepared_say_so_and_what_that_
         program = await it.program()
         assert fields_of(program["requests"], "state why") == [("preparing", "its form is being prepared")]
         assert fields_of([program], "running preparing_requests seats_taken") == [(0, 1, 1)]
-        assert program["callers"][0]["seconds"] >= 6.0
+        assert program["callers"][0]["beside_s"] >= 6.0
         spending = program["spending"]
         assert "1 request waits for forms (schemas, patterns). " in spending["cause"]
         assert "has room" not in spending["cause"]
@@ -381,6 +381,34 @@ async def test_what_requests_took_of_steps_is_charged_to_their_owners(engine: Se
         assert list(used)[:2] == ["costly", "cheap"]
         assert (round(used["costly"]), round(used["cheap"])) == (5, 1)
         assert 0.0 <= used.get("silent", 0.0) < 1.0
+
+
+async def test_what_is_prepared_beside_steps_is_charged_and_told_apart(engine: Serve) -> None:
+    def compute(batch: Sequence[StepInput]) -> list[StepOutput]:
+        return [msgspec.structs.replace(mean(part), beside_s=7.0 * (part.payload.owner == "forms")) for part in batch]
+
+    async with engine(compute) as it:
+        await asyncio.gather(*(encode(it.client, request_of(1, owner=owner)) for owner in ("forms", "other")))
+        program = await it.program()
+        [forms] = [caller for caller in program["callers"] if caller["owner"] == "forms"]
+        assert (round(forms["beside_s"]), forms["seconds"] < 1, round(forms["minute_s"])) == (7, True, 7)
+        assert [round(each["seconds"]) for each in program["ended"] if each["owner"] == "forms"] == [7]
+        assert sum(caller["seconds"] for caller in program["callers"]) <= it.core.metrics.step_seconds
+
+
+async def test_tokens_of_a_prompt_are_told_before_there_is_a_reply(engine: Serve) -> None:
+    def compute(batch: Sequence[StepInput]) -> list[StepOutput]:
+        if it.core.metrics.steps < 2:
+            return [StepOutput(finished=False, keep_inputs=True, prompt_tokens=8000)]
+        return [mean(part) for part in batch]
+
+    async with engine(Gate(compute)) as it:
+        await it.send(1)
+        assert fields_of((await it.program())["requests"], "prompt_tokens") == [(0,)]
+        it.gate.let(1)
+        await until(lambda: it.core.metrics.steps == 2)
+        assert fields_of((await it.program())["requests"], "prompt_tokens") == [(8000,)]
+        assert await it.finish() == [[1.0]]
 
 
 async def test_a_full_line_refuses_at_once(engine: Serve) -> None:

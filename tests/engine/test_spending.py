@@ -130,10 +130,12 @@ def test_what_other_threads_do_is_told_beside_the_steps() -> None:
 
 
 def test_who_takes_most_is_named_if_it_is_one() -> None:
-    callers = [Caller("bob", 6.0, 0.0, 0.6, 9.0, 3, 0), Caller("carol", 4.0, 0.0, 0.4, 30.0, 1, 0)]
+    callers = [Caller("bob", 6.0, 0.0, 0.0, 0.6, 9.0, 3, 0), Caller("carol", 4.0, 0.0, 0.0, 0.4, 30.0, 1, 0)]
     assert whose(callers) == "Of what requests took, 60% was for bob: 6.0 s of steps in 10 s."
     assert whose([dataclasses.replace(callers[0], share=0.49)]) == whose([]) == ""
-    decoding = [Caller("bob", 0.5, 9.0, 0.95, 9.0, 11, 11), Caller("carol", 0.5, 0.0, 0.05, 30.0, 1, 1)]
+    beside = [Caller("bob", 0.04, 14.5, 0.0, 0.9, 9.0, 3, 0)]
+    assert whose(beside) == "Of what requests took, 90% was for bob: 14.5 s of preparation beside steps in 10 s."
+    decoding = [Caller("bob", 0.5, 0.0, 9.0, 0.95, 9.0, 11, 11), Caller("carol", 0.5, 0.0, 0.0, 0.05, 30.0, 1, 1)]
     assert whose(decoding) == (
         "Of what requests took, 95% was for bob: 0.5 s of steps and 9.0 s of decoders in 10 s. 11 of those that are being "
         "prepared are of bob."

@@ -326,6 +326,13 @@ def test_a_request_is_told_what_it_took_of_the_step(step: Step) -> None:
     assert more.seconds > less.seconds > 0
 
 
+def test_how_long_a_prompt_is_is_told_while_it_is_read(executor: TransformersExecutor, step: Step) -> None:
+    step({2: of_tokens(4, max_tokens=40)})  # beside it, prompts are read in pieces
+    read, _ = step({1: of_tokens(400, max_tokens=2), 2: None})
+    assert executor.waits_for(1) == "its prompt is being read: 128 of 400 tokens"
+    assert (read.reply, read.finished, read.prompt_tokens) == (None, False, 400)
+
+
 # -- how answers come and end ---------------------------------------------------------------------------------------------
 
 

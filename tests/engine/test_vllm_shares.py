@@ -32,5 +32,6 @@ def test_a_steps_time_is_shared_by_weight_among_those_whom_vllm_has() -> None:
 def test_what_a_request_took_in_several_places_is_added_up() -> None:
     output, error = StepOutput(finished=False, seconds=1.5), ValueError("wrong")
     assert priced(output, 0.5) == StepOutput(finished=False, seconds=2.0)
+    assert priced(output, 0.0, 0.5) == StepOutput(finished=False, seconds=1.5, beside_s=0.5)
     assert priced(output, 0.0) is output
     assert priced(error, 1.0) is error

@@ -129,8 +129,8 @@ FAULTS = (
         "engine/core.py",
         (
             "what a request is told to have taken is not charged",
-            "            request.account.charge(taken)\n",
-            "            request.account.charge(share)\n",
+            "            request.account.charge(taken, beside_s)\n",
+            "            request.account.charge(share, beside_s)\n",
             "tests/engine/test_core.py::test_what_requests_took_of_steps_is_charged_to_their_owners",
         ),
         (

@@ -192,8 +192,8 @@ function drawSpending(spending) {
 function drawCallers(callers) {
   $("callers-section").hidden = !callers;
   if (!callers) return;
-  table("callers", [["caller", "text"], ["seconds of steps, last 10 s", "number"], ["of decoders", "number"], ["share", "number"], ["", "bar"], ["both, last minute", "number"], ["requests now", "number"]],
-    callers.map(c => [[c.owner, taken(c.seconds), taken(c.decoding_s), percent(c.share), c.share, taken(c.minute_s), c.requests], false]), callers.length, "nobody has used any");
+  table("callers", [["caller", "text"], ["seconds of steps, last 10 s", "number"], ["of preparation beside them", "number"], ["of decoders", "number"], ["share", "number"], ["", "bar"], ["all, last minute", "number"], ["requests now", "number"]],
+    callers.map(c => [[c.owner, taken(c.seconds), taken(c.beside_s), taken(c.decoding_s), percent(c.share), c.share, taken(c.minute_s), c.requests], false]), callers.length, "nobody has used any");
 }
 
 function drawRequests(owner) {
@@ -216,14 +216,14 @@ function drawRequests(owner) {
   const rows = described.map(r => row(r, r.state, r.place ?? "", r.why, r.owner, r.prompt_tokens || "", r.tokens || "", taken(r.seconds), memory.get(id(r))));
   for (const r of others)
     rows.push(r.state === "waiting" ? row(r, "arriving", "", "the engine has not taken it up", "", "", "", "", r.nbytes) : row(r, "answered", "", "its frontend takes no replies", "", "", "", "", r.nbytes));
-  table("requests", [["request", "text"], ["state"], ["place", "number"], ["what it waits for, or does"], ["caller", "text"], ["prompt tokens", "number"], ["tokens so far", "number"], ["seconds of steps", "number"], ["age", "number"], ["memory", "number"]],
+  table("requests", [["request", "text"], ["state"], ["place", "number"], ["what it waits for, or does", "why"], ["caller", "text"], ["prompt tokens", "number"], ["tokens so far", "number"], ["took", "number"], ["age", "number"], ["memory", "number"]],
     rows, program.seen_by ? rows.length : Math.max(all + others.length, rows.length), "none");
 }
 
 function drawEnded(ended) {
   $("ended-section").hidden = !ended;
   if (!ended) return;
-  table("ended", [["ago", "number"], ["request", "text"], ["how it ended"], ["caller", "text"], ["time", "number"], ["prompt tokens", "number"], ["tokens", "number"], ["seconds of steps", "number"]],
+  table("ended", [["ago", "number"], ["request", "text"], ["how it ended"], ["caller", "text"], ["time", "number"], ["prompt tokens", "number"], ["tokens", "number"], ["took", "number"]],
     ended.map(r => [[seconds(r.ago_s), r.name || "unnamed", r.end, r.owner, taken(r.age_s), r.prompt_tokens || "", r.tokens || "", taken(r.seconds)], false]), ended.length, "none");
 }
 

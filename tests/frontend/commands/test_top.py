@@ -158,7 +158,7 @@ async def test_a_server_says_where_requests_stand_who_costs_most_and_what_takes_
     assert re.search(r"loop late by \d+ ms", text)
     assert "Choosing tokens takes" in text.replace("\n", " ")
     assert re.search(
-        r"^request \(3\) +state, place +what it waits for, or does +caller +prompt +tokens +in steps +age *$",
+        r"^request \(3\) +state, place +what it waits for, or does +caller +prompt +tokens +took +age *$",
         text,
         re.MULTILINE,
     )
@@ -172,7 +172,9 @@ async def test_a_server_says_where_requests_stand_who_costs_most_and_what_takes_
     assert int(first[1]) > 0
     assert int(first[2]) > 0
     assert re.search(
-        r"^al\[red\]ice +[0-9.]+ s +[0-9.]+ s +\d+% +[0-9.]+ s +2 *\nbob +[0-9.]+ s +[0-9.]+ s +\d+% +[0-9.]+ s +1 *$",
+        r"^caller +in steps, last 10 s +beside them +in decoders +share +all, last minute +requests *\n"
+        r"al\[red\]ice +[0-9.]+ s +0\.00 s +[0-9.]+ s +\d+% +[0-9.]+ s +2 *\n"
+        r"bob +[0-9.]+ s +0\.00 s +[0-9.]+ s +\d+% +[0-9.]+ s +1 *$",
         text,
         re.MULTILINE,
     ), text
