@@ -463,7 +463,7 @@ class Client(ClientCalls):
         key: str | bytes | None,
         engine: str | None,
     ) -> Slot:
-        """For :meth:`slot`: waits, or chooses an engine."""
+        """For :meth:`slot`, where it can't be had at once: chooses one of several engines, and waits for memory there."""
 
         async def acquire(session: Session) -> Slot:
             slots = session.host_slots if device is None else await session.device_slots.open(device.index)

@@ -211,7 +211,7 @@ class Sending:
     # -- without waiting -----------------------------------------------------------------------------------------------------
 
     def submit_nowait(self, payload: object, for_engine: ForEngine, *, ask: bool) -> Submission:
-        """Sends a payload if nothing has to be waited for; the copy is made in the loop."""
+        """Sends a payload if nothing has to be waited for, else raises; the copy is made here, and on no other thread."""
         self._begin_nowait()
         try:
             return self._send_nowait(self.end.pack(payload, for_engine), ask=ask)

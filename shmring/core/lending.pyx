@@ -69,6 +69,7 @@ cdef inline uint64_t blocks_for(uint64_t nbytes) noexcept nogil:
 
 cdef inline uint64_t slot_blocks(uint64_t nbytes) noexcept nogil:
     """How many blocks a slot takes that has so many bytes of content behind its header."""
+    # In two parts: nbytes with the header could exceed 64 bits.
     return nbytes // BLOCK_NBYTES + (nbytes % BLOCK_NBYTES + SLOT_HEADER_NBYTES + BLOCK_NBYTES - 1) // BLOCK_NBYTES
 
 

@@ -524,7 +524,7 @@ cdef int read_content(Cursor* cursor, Content content, uint64_t members, Bounds 
     ):
         raise wrong("a payload is described in another way")
     else:
-        slot_nbytes = content.region_nbytes(0) if content.is_copied_to_slot else 0
+        slot_nbytes = content.region_nbytes(0) if content.is_copied_to_slot else 0  # region 0 is what was copied
         if not content.payload_nbytes or content.payload_offset > slot_nbytes \
                 or content.payload_nbytes > slot_nbytes - content.payload_offset:
             raise RemoteProtocolError("a payload exceeds the slot that it lies in")

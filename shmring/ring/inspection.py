@@ -75,17 +75,18 @@ class Inspection:
         frontends: Mapping[int, Frontend | Injector],
         statistics: Callable[[], RingStatistics],
     ) -> None:
-        self.describe_program: Callable[[], dict[str, Any]] = dict
+        self.describe_program: Callable[[], dict[str, Any]] = dict  # a server sets it: what a snapshot has of it besides
         self._life = life
         self._book = book
         self._end = end
         self._geometry = geometry
         self._frontends = frontends
         self._statistics = statistics
-        self._requests: dict[_Key, float] = {}  # since when they are known
-        self._slots: dict[int, tuple[float, str]] = {}  # by generation: likewise, and the name of the request
-        self._waits: dict[int, float] = {}  # clients that wait for a lease
-        self._recalls: dict[int, float] = {}  # leases that are recalled, while somebody waits
+        # Since when (of the monotonic clock) this has known
+        self._requests: dict[_Key, float] = {}  # a request
+        self._slots: dict[int, tuple[float, str]] = {}  # a slot, by generation; with the name of its request
+        self._waits: dict[int, float] = {}  # that a client waits for a lease
+        self._recalls: dict[int, float] = {}  # that a lease is recalled, while somebody waits
         self._warned_at = -_FULL_AGAIN_S
         self._pause_s = _LOOK_S
         self._timer: asyncio.TimerHandle | None = life.loop.call_later(_LOOK_S, self._look_again)

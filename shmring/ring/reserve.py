@@ -89,7 +89,7 @@ async def reserve(
             undo.callback(slab.close)
             load_fd, load = create_load_page()
             undo.callback(os.close, load_fd)
-            # Before anything is pinned: without CUDA, this error should be raised.
+            # Before anything is pinned: without CUDA both fail, and this error says more.
             device_slabs = (DeviceSlab.create(cuda, device_memory, device_index, device_nbytes),) if device_nbytes else ()
             for device_slab in device_slabs:
                 undo.callback(device_slab.close)

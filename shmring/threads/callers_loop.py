@@ -255,7 +255,7 @@ class CallersLoop(LoopRunner):
         return result
 
     def _do(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a function inside."""
+        """Calls a function in this thread, as if the loop called it: nobody else runs the loop meanwhile."""
         try:
             with self._lock:
                 self._check_thread()
@@ -269,7 +269,7 @@ class CallersLoop(LoopRunner):
                     self._insider = _NOBODY
                     self._tell_leader()
         finally:
-            if self._queue:
+            if self._queue:  # of threads that found the lock taken
                 self._wake()
 
     def _tell_leader(self) -> None:

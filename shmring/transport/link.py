@@ -399,9 +399,10 @@ class Link:
             self._end()
 
     def _end(self) -> None:
+        """Ends the link, once: its socket goes to the heir if all was sent, and else is closed; its rings are unmapped."""
         if not self._open:
             return
-        self._bells = self.bells
+        self._bells = self.bells  # they are read after the rings have gone
         self._open = False
         self._deaf = self.lost = True
         if self._lingering is not None:
@@ -415,7 +416,7 @@ class Link:
         else:
             with contextlib.suppress(OSError):  # the peer has closed it already
                 self._socket.shutdown(socket.SHUT_RDWR)
-            receive_bells(self._fd)
+            receive_bells(self._fd)  # closes descriptors on their way
             self._socket.close()
         del self.writer, self.reader  # or the rings would stay mapped as long as anybody knows this object
         self._backlog.clear()

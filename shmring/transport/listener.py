@@ -336,8 +336,9 @@ def _kernel_name(path: Path) -> str:
 
 
 def _drop_probes(holder: socket.socket) -> None:
-    """Makes room for processes that ask who has a name: they have got their answer from the kernel."""
-    with contextlib.suppress(OSError):  # none waits; or the address is another's, or there is no descriptor left for it
+    """Empties the backlog of the socket that holds a name. Who asks who has the name connects, and the kernel answers: nobody
+    else would make room for further ones."""
+    with contextlib.suppress(OSError):  # none waits; or another process listens there, or there is no descriptor left
         for _ in range(_PROBES):
             holder.accept()[0].close()
 

@@ -141,7 +141,7 @@ FAULTS = (
         ),
         (
             "a closed link with bells unread is reset",
-            "            receive_bells(self._fd)\n            self._socket.close()",
+            "            receive_bells(self._fd)  # closes descriptors on their way\n            self._socket.close()",
             "            self._socket.close()",
             "tests/transport/test_link.py::test_an_end_that_closes_is_not_taken_for_one_that_was_reset",
         ),

@@ -282,7 +282,7 @@ class Connection:
             self.attach()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A way that was given up is closed."""
+        """Called when a way that was given up has closed: what its client has counted is added to what was counted before."""
         retrieve(task)
         statistics = self._endings.pop(task).statistics()
         for name in _COUNTERS:

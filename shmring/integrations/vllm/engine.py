@@ -330,7 +330,7 @@ class Receiver:
         if opened is not None:
             self._engine_ring.leave()
         logger.info(
-            "shmring: tensors received through shared memory: %d copied once, %d kept ones again, %d lost",
+            "shmring: tensors received through shared memory: %d copied once, %d found in its cache, %d lost",
             self._taken,
             self._hits,
             self._lost,

@@ -350,7 +350,7 @@ class Reader:
 
     def _why_it_ended(self, error: ShmringError) -> RuntimeError:
         if self.handle.is_of_steps:
-            self._is_shut_down.wait(_ENDING_S)  # the pipe that vLLM watches says the same
+            self._is_shut_down.wait(_ENDING_S)  # vLLM watches the process as well, and may be about to shut down: then say that
         if self.shutting_down:
             return RuntimeError("cancelled")
         who = "the engine core" if self.handle.is_of_steps else "a worker"
