@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import heapq
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -35,15 +35,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import shmring
 from shmring.core.loggers import logger_of
 from shmring.engine.client import EngineClient
-from shmring.engine.protocol import FrontendReport
-from shmring.frontend.anthropic.errors import MESSAGES_PATH
+from shmring.engine.protocol import FrontendReport, GenerateReply
+from shmring.frontend.answer import Answer, Facts, ignoring
+from shmring.frontend.anthropic.errors import MESSAGES_PATH, messages_error
 from shmring.frontend.anthropic.messages_answer import MessagesWriter
 from shmring.frontend.anthropic.messages_request import (
     COUNT_TOKENS_PARSER,
     MESSAGES_PARSER,
     CountTokensAnswer,
-    TranslatedMessages,
     check_version,
+    read_count_tokens,
+    read_messages,
 )
 from shmring.frontend.callers.admission import Admission, AdmissionMiddleware, admitted_of
 from shmring.frontend.callers.authentication import Authentication
@@ -51,26 +53,33 @@ from shmring.frontend.callers.key_usage import KeyLimits, UsageTable, usages_of
 from shmring.frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
 from shmring.frontend.errors import ApiError, ErrorCode, report
 from shmring.frontend.http.cross_origin import CrossOrigin
+from shmring.frontend.http.parsing import BodyParser
 from shmring.frontend.http.responses import JsonPieces, JsonResponse, error_response, random_digits
 from shmring.frontend.http.shared_answer import SharedAnswer
-from shmring.frontend.http.sse import EventStream, event
-from shmring.frontend.inference import Answer, AnswerWriter, Facts, Inference, Keep, events_of, heard, written
+from shmring.frontend.http.sse import EventStream
+from shmring.frontend.inference import Embedded, Encoding, Generation, Inference
 from shmring.frontend.intake import MediaIntake
-from shmring.frontend.openai.chat import CHAT_FORM
-from shmring.frontend.openai.completions import COMPLETION_FORM
-from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
+from shmring.frontend.openai.chat import CHAT_FORM, CHAT_PARSER, read_chat
+from shmring.frontend.openai.choices import ChoicesWriter
+from shmring.frontend.openai.completions import COMPLETION_FORM, COMPLETION_PARSER, read_completion
+from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, count_inputs, encode_response, read_embedding
 from shmring.frontend.openai.forms import parse_form
-from shmring.frontend.openai.generation import AnswerForm, GenerationRequest
 from shmring.frontend.openai.input_items import read_page
-from shmring.frontend.openai.models import Load, Version
-from shmring.frontend.openai.parsing import BodyParser
+from shmring.frontend.openai.models import Load, ModelList, Version, models_of
 from shmring.frontend.openai.response_memory import ResponseMemory
 from shmring.frontend.openai.responses_answer import ResponsesWriter
-from shmring.frontend.openai.responses_request import RESPONSES_PARSER, TranslatedRequest, translated
-from shmring.frontend.openai.scoring import RERANK_PARSER, SCORE_PARSER
-from shmring.frontend.openai.speech import SpeechTask, read_form
+from shmring.frontend.openai.responses_request import RESPONSES_PARSER, translated
+from shmring.frontend.openai.scoring import RERANK_PARSER, SCORE_PARSER, encode_scores, read_pairs
+from shmring.frontend.openai.speech import SpeechTask, SpeechWriter, read_form, read_speech
 from shmring.frontend.openai.stored_responses import StoredResponses, account_of
-from shmring.frontend.openai.tokens import DETOKENIZE_PARSER, TOKENIZE_PARSER
+from shmring.frontend.openai.tokens import (
+    DETOKENIZE_PARSER,
+    TOKENIZE_PARSER,
+    DetokenizeResponse,
+    TokenizeResponse,
+    read_detokenize,
+    read_tokenize,
+)
 from shmring.frontend.openai.tools import check_whole
 from shmring.frontend.operator.admin import admin_routes
 from shmring.frontend.operator.health import HealthReporter
@@ -87,7 +96,6 @@ __all__ = ["Application", "create_app"]
 logger = logger_of("shmring.frontend.app")
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
-_Generation = TypeVar("_Generation", bound=GenerationRequest)
 
 _LARGE_BODY_NBYTES = 16 << 10  # some hundred values
 
@@ -161,19 +169,27 @@ def create_app(
     limits = [Middleware(KeyLimits)] if usages else []
     admitted = [*keys, *limits, Middleware(AdmissionMiddleware, routes.admission)]
     forms = [*keys, *limits, Middleware(AdmissionMiddleware, routes.admission, is_form=True)]
+    answer, messages = partial(partial, routes.answer), partial(ObservedRoute, error_form=messages_error)
     router = _Router(
         [
-            ObservedRoute("/v1/chat/completions", routes.chat, methods=["POST"], middleware=admitted),
-            ObservedRoute("/v1/responses", routes.respond, methods=["POST"], middleware=admitted),
-            ObservedRoute(MESSAGES_PATH, routes.answer_messages, methods=["POST"], middleware=admitted),
-            ObservedRoute(f"{MESSAGES_PATH}/count_tokens", routes.count_tokens, methods=["POST"], middleware=admitted),
+            ObservedRoute("/v1/chat/completions", answer(routes.read_chat), methods=["POST"], middleware=admitted),
+            ObservedRoute("/v1/responses", answer(routes.read_response), methods=["POST"], middleware=admitted),
+            messages(MESSAGES_PATH, answer(routes.read_messages), methods=["POST"], middleware=admitted),
+            messages(f"{MESSAGES_PATH}/count_tokens", routes.count_tokens, methods=["POST"], middleware=admitted),
             ObservedRoute("/v1/responses/{response_id}", routes.retrieve_response, middleware=keys),
             ObservedRoute("/v1/responses/{response_id}", routes.delete_response, methods=["DELETE"], middleware=keys),
             ObservedRoute("/v1/responses/{response_id}/input_items", routes.list_input_items, middleware=keys),
             ObservedRoute("/v1/responses/{response_id}/cancel", routes.cancel_response, methods=["POST"], middleware=keys),
-            ObservedRoute("/v1/audio/transcriptions", routes.transcribe, methods=["POST"], middleware=forms),
-            ObservedRoute("/v1/audio/translations", routes.translate, methods=["POST"], middleware=forms),
-            ObservedRoute("/v1/completions", routes.complete, methods=["POST"], middleware=admitted),
+            ObservedRoute(
+                "/v1/audio/transcriptions",
+                answer(partial(routes.read_speech, "transcribe")),
+                methods=["POST"],
+                middleware=forms,
+            ),
+            ObservedRoute(
+                "/v1/audio/translations", answer(partial(routes.read_speech, "translate")), methods=["POST"], middleware=forms
+            ),
+            ObservedRoute("/v1/completions", answer(routes.read_completion), methods=["POST"], middleware=admitted),
             ObservedRoute("/tokenize", routes.tokenize, methods=["POST"], middleware=admitted),
             ObservedRoute("/detokenize", routes.detokenize, methods=["POST"], middleware=admitted),
             ObservedRoute("/v1/embeddings", routes.embed, methods=["POST"], middleware=admitted),
@@ -249,6 +265,27 @@ class _ErrorAnswers:
         await answer(scope, receive, send)  # without the error, whose frames would keep views of the request's slot
 
 
+class Writer(Protocol):
+    """Writes the answer to a request."""
+
+    @property
+    def fail(self) -> Callable[[ApiError], bytes] | None:
+        """Returns the last event of a stream that fails; None: it is that of all streams."""
+
+    def whole(self, answer: Answer) -> Awaitable[msgspec.Struct | str]:
+        """Returns all of it: JSON, or a text."""
+
+    def events(self, answer: Answer) -> AsyncGenerator[bytes, None]:
+        """Yields it as events."""
+
+
+#: What a body asks for, who writes the answer, and the parts of the body that were ignored.
+Read: TypeAlias = tuple[Generation, Writer, list[str]]
+
+#: Reads a body.
+Reader: TypeAlias = Callable[[Request], Awaitable[Read]]
+
+
 class _Routes:
     """The objects that the routes share, and their handlers."""
 
@@ -263,6 +300,8 @@ class _Routes:
         self.metrics = FrontendMetrics(list(engine.engines), [owner.name for owner in settings.key_owners])
         self.admission = Admission(settings)
         self._parsing = asyncio.Lock()  # one large body in a turn of the loop
+        self._encoding = asyncio.Lock()  # one piece of a large answer in a turn of the loop
+        self._max_inputs = settings.max_inputs
         self._engine = engine
         self._model = ServedModel(engine, settings.served_model_name)
         self.documentation = Documentation(settings, self._model)
@@ -326,8 +365,8 @@ class _Routes:
         for name, client in self._engine.engines.items():
             self.metrics.take_over(name, client.statistics())
 
-    async def _read(self, parser: BodyParser[_Request], http_request: Request) -> tuple[_Request, dict[str, str]]:
-        """Returns a request, and headers that tell its caller which fields of it were ignored."""
+    async def _read(self, parser: BodyParser[_Request], http_request: Request) -> tuple[_Request, list[str]]:
+        """Returns what a body says, and which fields of it were ignored."""
         # ``http_request.body()`` would keep the body for as long as the request lives. Admission hands it out in one piece.
         body = (await http_request.receive())["body"]
         if len(body) > _LARGE_BODY_NBYTES:
@@ -336,42 +375,35 @@ class _Routes:
         request = parser.parse(body)
         if admitted_of(http_request.scope).long_texts:
             await asyncio.to_thread(check_whole, request)
-        return request, _ignoring(parser.ignored_fields(request, body))
+        return request, parser.ignored_fields(request, body)
 
-    def chat(self, http_request: Request) -> Awaitable[Response]:
-        return self._generate(CHAT_FORM, http_request)
+    async def answer(self, read: Reader, http_request: Request) -> Response:
+        """Answers a request for text: it is read, done and written."""
+        generation, writer, ignored = await read(http_request)
+        admitted, stream = admitted_of(http_request.scope), generation.stream
+        answer = await self._inference.begin(generation, admitted, request_id_of(http_request.scope))
+        del generation  # it has the tools and forms of its caller
+        if stream:
+            broken = partial(self._broken_stream, scope=http_request.scope)
+            headers = answer.facts.headers(ignored, has_costs=False)
+            return EventStream(writer.events(answer), answer.aclose, admitted.deadline, broken, headers, writer.fail)
+        async with contextlib.aclosing(answer):
+            content = await writer.whole(answer)
+        headers = answer.facts.headers(ignored, has_costs=True)
+        return (
+            PlainTextResponse(content, headers=headers) if isinstance(content, str) else JsonResponse(content, headers=headers)
+        )
 
-    def complete(self, http_request: Request) -> Awaitable[Response]:
-        return self._generate(COMPLETION_FORM, http_request)
+    async def read_chat(self, http_request: Request) -> Read:
+        request, ignored = await self._read(CHAT_PARSER, http_request)
+        return read_chat(request), ChoicesWriter(CHAT_FORM, request), ignored
 
-    async def _generate(self, form: AnswerForm[_Generation], http_request: Request) -> Response:
-        request, notes = await self._read(form.parser, http_request)
-        scope = http_request.scope
-        if request.stream:
-            return await self._stream(form, request, scope, notes)
-        answer, facts = await self._inference.complete(form, request, admitted_of(scope), request_id_of(scope))
-        return JsonResponse(answer, headers=_costs(facts) | _told(facts, notes))
+    async def read_completion(self, http_request: Request) -> Read:
+        request, ignored = await self._read(COMPLETION_PARSER, http_request)
+        return read_completion(request), ChoicesWriter(COMPLETION_FORM, request), ignored
 
-    async def _stream(
-        self, form: AnswerForm[_Generation], request: _Generation, scope: Scope, notes: dict[str, str]
-    ) -> EventStream:
-        answer = await self._inference.begin(form, request, admitted_of(scope), request_id_of(scope))
-        return self._streamed(events_of(form, answer, request), answer, scope, notes)
-
-    def _streamed(
-        self,
-        events: AsyncGenerator[bytes, None],
-        answer: Answer,
-        scope: Scope,
-        notes: dict[str, str],
-        failed: Callable[[ApiError], bytes] | None = None,
-    ) -> EventStream:
-        broken = functools.partial(self._broken_stream, scope=scope)
-        deadline = admitted_of(scope).deadline
-        return EventStream(events, answer.aclose, deadline, broken, _told(answer.facts, notes), failed)
-
-    async def respond(self, http_request: Request) -> Response:
-        request, notes = await self._read(RESPONSES_PARSER, http_request)
+    async def read_response(self, http_request: Request) -> Read:
+        request, ignored = await self._read(RESPONSES_PARSER, http_request)
         scope = http_request.scope
         account = account_of(scope)
         conversation = await self._stored.open(request, account)
@@ -381,45 +413,62 @@ class _Routes:
         writer = ResponsesWriter(request, translation.tools)
         await self._stored.keep_conversation(writer.answer, items, account, admitted_of(scope).long_texts)
         del items
-        keep = functools.partial(self._stored.keep_answer, writer.answer, account)
-        return await self._write(translation, writer, scope, notes, functools.partial(_failed_response, writer), keep)
+        writer.keep = partial(self._stored.keep_answer, writer.answer, account)
+        return translation.read(), writer, ignored
 
-    async def answer_messages(self, http_request: Request) -> Response:
+    async def read_messages(self, http_request: Request) -> Read:
         _begin_in_form_of_anthropic(http_request)
-        request, notes = await self._read(MESSAGES_PARSER, http_request)
-        return await self._write(TranslatedMessages(request), MessagesWriter(request), http_request.scope, notes)
+        request, ignored = await self._read(MESSAGES_PARSER, http_request)
+        return read_messages(request), MessagesWriter(request), ignored
+
+    async def read_speech(self, task: SpeechTask, http_request: Request) -> Read:
+        form = await parse_form((await http_request.receive())["body"], http_request.headers["content-type"])
+        request, ignored = read_form(form, task)
+        return read_speech(request, task, form), SpeechWriter(request, task), ignored
 
     async def count_tokens(self, http_request: Request) -> Response:
         _begin_in_form_of_anthropic(http_request)
-        request, notes = await self._read(COUNT_TOKENS_PARSER, http_request)
-        translation, scope = TranslatedMessages(request), http_request.scope
-        with _placed(translation):
-            counting = self._inference.count_tokens(translation.chat, admitted_of(scope), request_id_of(scope))
-            count, facts = await counting
-        headers = _costs(facts) | _told(_placed_facts(facts, translation), notes)
-        return JsonResponse(CountTokensAnswer(count), headers=headers)
+        request, ignored = await self._read(COUNT_TOKENS_PARSER, http_request)
+        output, facts = await self._tokens(read_count_tokens(request), http_request.scope)
+        return JsonResponse(CountTokensAnswer(len(output.token_ids)), headers=facts.headers(ignored, has_costs=True))
 
-    async def _write(
-        self,
-        translation: TranslatedRequest | TranslatedMessages,
-        writer: AnswerWriter,
-        scope: Scope,
-        notes: dict[str, str],
-        failed: Callable[[ApiError], bytes] | None = None,
-        keep: Keep | None = None,
-    ) -> Response:
-        """Answers the request of another form that became a chat's."""
-        chat = translation.chat
-        admitted, request_id = admitted_of(scope), request_id_of(scope)
-        with _placed(translation):
-            if not chat.stream:
-                facts = await self._inference.respond(chat, writer, admitted, request_id, keep)
-                headers = _costs(facts) | _told(_placed_facts(facts, translation), notes)
-                return JsonResponse(writer.answer, headers=headers)
-            answer = await self._inference.begin(CHAT_FORM, chat, admitted, request_id)
-        _placed_facts(answer.facts, translation)
-        events = (event(made, made.type) async for made in written(answer, writer, keep))
-        return self._streamed(events, answer, scope, notes, failed)
+    async def tokenize(self, http_request: Request) -> Response:
+        request, ignored = await self._read(TOKENIZE_PARSER, http_request)
+        output, facts = await self._tokens(read_tokenize(request), http_request.scope)
+        answer = TokenizeResponse(output.token_ids, len(output.token_ids), facts.max_model_len)
+        return JsonResponse(answer, headers=ignoring(ignored))
+
+    async def detokenize(self, http_request: Request) -> Response:
+        request, ignored = await self._read(DETOKENIZE_PARSER, http_request)
+        output, _ = await self._tokens(read_detokenize(request), http_request.scope)
+        return JsonResponse(DetokenizeResponse(output.text), headers=ignoring(ignored))
+
+    def _tokens(self, generation: Generation, scope: Scope) -> Awaitable[tuple[GenerateReply, Facts]]:
+        return self._inference.tokenize(generation, admitted_of(scope), request_id_of(scope))
+
+    async def embed(self, http_request: Request) -> Response:
+        request, ignored = await self._read(EMBEDDING_PARSER, http_request)
+        encoding = read_embedding(request, self._max_inputs)
+        counts = count_inputs(encoding.inputs)
+        embedded = await self._embedded(encoding, http_request.scope)
+        pieces = await encode_response(embedded.embeddings, request, embedded.prompt_tokens, counts, self._encoding)
+        return JsonPieces(pieces, embedded.facts.headers(ignored, has_costs=True))
+
+    def score(self, http_request: Request) -> Awaitable[Response]:
+        return self._score(SCORE_PARSER, http_request)
+
+    def rerank(self, http_request: Request) -> Awaitable[Response]:
+        return self._score(RERANK_PARSER, http_request)
+
+    async def _score(self, parser: BodyParser[Any], http_request: Request) -> Response:
+        request, ignored = await self._read(parser, http_request)
+        encoding, pairs = read_pairs(request, self._max_inputs)
+        embedded = await self._embedded(encoding, http_request.scope)
+        pieces = await encode_scores(request, pairs, embedded, self._encoding)
+        return JsonPieces(pieces, embedded.facts.headers(ignored, has_costs=True))
+
+    def _embedded(self, encoding: Encoding, scope: Scope) -> Awaitable[Embedded]:
+        return self._inference.embed(encoding, admitted_of(scope), request_id_of(scope))
 
     async def retrieve_response(self, http_request: Request) -> Response:
         if http_request.query_params.get("stream", "false") != "false":
@@ -441,67 +490,18 @@ class _Routes:
         text = "the response is complete; only one that was asked for with background could be cancelled, and there are none"
         raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="response_id")
 
-    def transcribe(self, http_request: Request) -> Awaitable[Response]:
-        return self._hear("transcribe", http_request)
-
-    def translate(self, http_request: Request) -> Awaitable[Response]:
-        return self._hear("translate", http_request)
-
-    async def _hear(self, task: SpeechTask, http_request: Request) -> Response:
-        scope = http_request.scope
-        form = await parse_form((await http_request.receive())["body"], http_request.headers["content-type"])
-        request, ignored = read_form(form, task)
-        notes = _ignoring(ignored)
-        file, form.file = form.file or b"", None
-        admitted, request_id = admitted_of(scope), request_id_of(scope)
-        if request.stream:
-            answer = await self._inference.begin_hearing(request, task, file, admitted, request_id, stream=True)
-            return self._streamed((event(made) async for made in heard(answer)), answer, scope, notes)
-        content, facts = await self._inference.hear(request, task, file, admitted, request_id)
-        headers = _costs(facts) | _told(facts, notes)
-        return (
-            PlainTextResponse(content, headers=headers) if isinstance(content, str) else JsonResponse(content, headers=headers)
-        )
-
     def _broken_stream(self, error: Exception, scope: Scope) -> ApiError:
         api_error = report(error, request_id_of(scope))
         self.metrics.http.broken_streams[api_error.code,] += 1
         note_failure(scope, api_error.code)
         return api_error
 
-    async def tokenize(self, http_request: Request) -> Response:
-        request, notes = await self._read(TOKENIZE_PARSER, http_request)
-        scope = http_request.scope
-        return JsonResponse(await self._inference.tokenize(request, admitted_of(scope), request_id_of(scope)), headers=notes)
-
-    async def detokenize(self, http_request: Request) -> Response:
-        request, notes = await self._read(DETOKENIZE_PARSER, http_request)
-        scope = http_request.scope
-        return JsonResponse(await self._inference.detokenize(request, admitted_of(scope), request_id_of(scope)), headers=notes)
-
-    async def embed(self, http_request: Request) -> Response:
-        request, notes = await self._read(EMBEDDING_PARSER, http_request)
-        scope = http_request.scope
-        pieces, facts = await self._inference.embed(request, admitted_of(scope), request_id_of(scope))
-        return JsonPieces(pieces, _costs(facts) | _told(facts, notes))
-
-    def score(self, http_request: Request) -> Awaitable[Response]:
-        return self._score(SCORE_PARSER, http_request)
-
-    def rerank(self, http_request: Request) -> Awaitable[Response]:
-        return self._score(RERANK_PARSER, http_request)
-
-    async def _score(self, parser: BodyParser[Any], http_request: Request) -> Response:
-        request, notes = await self._read(parser, http_request)
-        scope = http_request.scope
-        pieces, facts = await self._inference.score(request, admitted_of(scope), request_id_of(scope))
-        return JsonPieces(pieces, _costs(facts) | _told(facts, notes))
-
     async def list_models(self, _: Request) -> Response:
-        return JsonResponse(await self._model.list())
+        return JsonResponse(ModelList(models_of(await self._model.served())))
 
     async def retrieve_model(self, http_request: Request) -> Response:
-        return JsonResponse(await self._model.retrieve(http_request.path_params["name"]))  # names have slashes: Qwen/Qwen2-VL
+        name = http_request.path_params["name"]  # names have slashes: Qwen/Qwen2-VL
+        return JsonResponse(models_of(await self._model.served(name))[0])
 
     async def version(self, _: Request) -> Response:
         return JsonResponse(Version(shmring.__version__))
@@ -533,14 +533,6 @@ class _Routes:
             return None
 
 
-def _ignoring(names: Sequence[str]) -> dict[str, str]:
-    if not names:
-        return {}
-    text = ", ".join(names)
-    logger.warning("parts of a request that have no meaning here were ignored: %s", text)
-    return {"x-shmring-ignored-fields": text}
-
-
 def _begin_in_form_of_anthropic(http_request: Request) -> None:
     """Has the answer name the request where Anthropic's clients look for it; refuses versions that have other answers."""
     state = http_request.scope["state"]
@@ -548,44 +540,11 @@ def _begin_in_form_of_anthropic(http_request: Request) -> None:
     check_version(http_request.headers.get("anthropic-version"))
 
 
-def _failed_response(writer: ResponsesWriter, error: ApiError) -> bytes:
-    return event(writer.fail(error), "error")
-
-
-def _placed_facts(facts: Facts, translation: TranslatedRequest | TranslatedMessages) -> Facts:
-    """Has facts name what was ignored as the request itself does; also what is not in its translation."""
-    facts.ignored = [*translation.ignored, *(translation.place_of(name) or name for name in facts.ignored)]
-    return facts
-
-
-@contextlib.contextmanager
-def _placed(translation: TranslatedRequest | TranslatedMessages) -> Iterator[None]:
-    """Has errors about the translation of a request name their place in the request itself."""
-    try:
-        yield
-    except ApiError as error:
-        error.param = translation.place_of(error.param)
-        raise
-
-
-def _costs(facts: Facts) -> dict[str, str]:
-    return {"x-shmring-slab-bytes": str(facts.slab_nbytes), "x-shmring-copies": str(facts.copies)}
-
-
-def _told(facts: Facts, notes: Mapping[str, str]) -> dict[str, str]:
-    """Headers that warn a caller: fields that were ignored (those that were noted before among them), made-up answers, media
-    with missing parts."""
-    headers = _ignoring([*notes.values(), *facts.ignored]) if facts.ignored else dict(notes)
-    if facts.synthetic:
-        headers["x-shmring-synthetic"] = "true"
-    if facts.shortfalls:
-        headers["x-shmring-media-shortfall"] = facts.shortfalls
-    return headers
-
-
 def _answer_to(error: Exception, scope: Scope) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):  # of the router: it says no more than "Not Found"
         error = _of_the_router(error, scope["method"], scope["path"])
+        if scope["path"].startswith(f"{scope.get('root_path', '')}{MESSAGES_PATH}/"):
+            scope["state"]["error_form"] = messages_error  # the vendor has routes there that are not here
     answer = report(error, request_id_of(scope))
     note_failure(scope, answer.code)
     return error_response(answer, scope)

@@ -176,7 +176,7 @@ class Documentation:
     async def document(self, http_request: Request) -> Response:
         """Answers ``GET /openapi.json``, with or without an engine."""
         try:
-            name = (await self._model.list()).data[0].id
+            name = (await self._model.served()).names[0]
         except (shmring.ShmringError, TimeoutError):
             name = "MODEL"
         return JsonResponse(_encoded(self._settings, name, http_request.scope.get("root_path", "")))

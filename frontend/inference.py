@@ -1,5 +1,9 @@
-"""What the routes of ``/v1`` do: answer a conversation or go on from a prompt, whole or in pieces, and embed inputs. Media go
-through the slab.
+"""What the routes of ``/v1`` have done: text that goes on from a conversation, a prompt or a recording, tokens, and embeddings.
+
+A route is three parts. It *reads* a body: a :class:`Generation` or an :class:`Encoding` is what it asks for, and the words of
+its API end there. That is *done* here, and nothing here knows of any API: what a caller has called a thing is for its
+:class:`Words` to say. The answer is *written* of what the engine has sent (:mod:`shmring.frontend.answer`): there the words of
+the API begin again.
 
 The slots of a conversation's media are left when the first piece has come. By then the request has been sent. The engine needs
 the media only for the first step, and gives their memory back after it. From then on, only the texts of the request are kept.
@@ -12,19 +16,16 @@ import contextlib
 import dataclasses
 import operator
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from typing import NamedTuple
 
-import msgspec
 import torch
-from msgspec import UNSET
 
 import shmring
 from shmring.engine.client import EngineClient
 from shmring.engine.protocol import (
     CAPABILITIES,
     EncodeRequest,
-    FinishReason,
     GenerateReply,
     GenerateRequest,
     Medium,
@@ -32,204 +33,113 @@ from shmring.engine.protocol import (
     SamplingParams,
     Text,
     Waveform,
-    parameters_of,
     tensor_of,
 )
+from shmring.frontend.answer import Answer, Facts, unfinished
 from shmring.frontend.callers.admission import Admitted
 from shmring.frontend.callers.caller import caller
-from shmring.frontend.callers.key_usage import running_usage
+from shmring.frontend.callers.key_usage import OwnerUsage, running_usage
 from shmring.frontend.errors import ApiError, ErrorCode, api_error_of
-from shmring.frontend.http.responses import new_id
-from shmring.frontend.http.sse import DONE, event
 from shmring.frontend.intake import MediaIntake
 from shmring.frontend.media.sources import MediaSource
-from shmring.frontend.openai.chat import CHAT_FORM, ChatRequest, engine_request
-from shmring.frontend.openai.embeddings import (
-    EmbeddingRequest,
-    check_dimensions,
-    count_inputs,
-    encode_response,
-    take_inputs,
-)
-from shmring.frontend.openai.generation import AnswerForm, GenerationRequest, Usage
-from shmring.frontend.openai.scoring import RerankRequest, ScoreRequest, encode_reranked, score_response, take_pairs
-from shmring.frontend.openai.speech import (
-    SpeechEvent,
-    SpeechTask,
-    TranslationRequest,
-    done_event,
-    speech_request,
-    whole_answer,
-)
-from shmring.frontend.openai.tokens import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    detokenizing,
-    tokenizing,
-)
-from shmring.frontend.openai.tools import other_tools
 from shmring.frontend.operator.metrics import AnswerStatistics
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
-from shmring.service.tracing import note
 
-__all__ = ["Answer", "AnswerWriter", "Facts", "Inference", "Keep", "WrittenEvent", "events_of", "heard", "written"]
-
-_Request = TypeVar("_Request", bound=GenerationRequest)
-
-#: Keeps an answer that is complete, if it is to be kept.
-Keep: TypeAlias = Callable[[], Awaitable[None]]
+__all__ = ["Embedded", "Encoding", "Generation", "Inference", "Words", "check_dimensions"]
 
 _PART_CHARACTERS = 256 << 10
 _values_of = operator.attrgetter(*(name if name == "tool_choice" else f"sampling.{name}" for name in CAPABILITIES))
 _PLAIN_VALUES = _values_of(GenerateRequest())
-_MAX_IGNORED = 16  # that a header names
 _PROMPTS_AT_A_TIME = 8  # of one request: with more, one caller would take the engine from others
 _MAX_TOLD = 8  # media of which a header says what is missing: 2 KB, a quarter of what proxies take for all headers
 
 
+class Words:
+    """How a caller has called what it asks for. These are the engine's own names, for a request that has no others."""
+
+    def check(self, request: GenerateRequest, description: ModelDescription) -> list[str]:
+        """Takes what has no effect with a model out of a request; returns what the caller calls that.
+
+        Raises:
+            ApiError: the model can't do what is asked for.
+        """
+        return []
+
+    def name_of(self, capability: str) -> str:
+        """Returns the field that asks for something that only some models can."""
+        return capability
+
+    def place_of_form(self, message: str) -> str:
+        """Returns where the form stands that an executor has refused with this message."""
+        return "structured_outputs"
+
+    def place_of(self, param: str | None) -> str | None:
+        """Returns where in the caller's request stands what an error names."""
+        return param
+
+
 @dataclasses.dataclass(slots=True)
-class Facts:
-    """What the headers of an answer say of it.
+class Generation:
+    """What a caller wants to be written.
 
     Attributes:
-        synthetic: whether it is made up.
-        slab_nbytes: bytes of tensors that crossed through the slab.
-        sound_s: how long its recordings are, in seconds.
-        ignored: parts of the request that have no effect with this model.
-        shortfalls: what of the request's media was damaged or missing, for its caller.
-        copies: tensors that this process copied for sending while a request with media was sent. Exact if it was alone, and
-            otherwise an upper bound: the ring's client counts for all requests together.
+        task: of a model, which it asks for.
+        model: what it calls the model.
+        requests: for the engine, one for each prompt, still without media. They are taken out when it is done.
+        sources: of the first prompt's media, in order; taken out likewise.
+        stream: whether pieces are wanted as they are made.
+        words: of the caller.
+        media_param: the parameter that errors about all media together name.
     """
 
-    synthetic: bool
-    slab_nbytes: int
-    shortfalls: str
-    copies: int = 0
-    sound_s: float = 0.0
-    ignored: list[str] = dataclasses.field(default_factory=list)
+    task: str
+    model: str
+    requests: list[GenerateRequest]
+    sources: list[MediaSource] = dataclasses.field(default_factory=list)
+    stream: bool = False
+    words: Words = dataclasses.field(default_factory=Words)
+    media_param: str = "messages"
 
 
-class Answer:
-    """An answer that has begun. Close it, or read it to its end.
+@dataclasses.dataclass(slots=True)
+class Encoding:
+    """What a caller wants to be embedded.
 
     Attributes:
-        count: of answers, to all prompts of the request.
-        prompts: of the request.
-        facts: about it.
+        model: what it calls the model.
+        inputs: texts, and where media come from; emptied when it is done.
+        priority: lower is sooner.
+        param: where the inputs stand, for errors.
+        dimensions: how many of the embeddings are wanted; None: all.
     """
 
-    def __init__(
-        self,
-        count: int,
-        prompts: int,
-        first: GenerateReply,
-        others: AsyncGenerator[GenerateReply, None],
-        facts: Facts,
-        arrived_at: float,
-        statistics: AnswerStatistics,
-    ) -> None:
-        self.count = count
-        self.prompts = prompts
-        self._first: GenerateReply | None = first
-        self._last = first
-        self._pieces: dict[int, GenerateReply] = {}  # the last one of each answer, by index
-        self._others = others
-        self._arrived_at = arrived_at
-        self._first_at = first.first_at or time.monotonic()
-        self._last_at: dict[int, float] = {}
-        self._statistics = statistics
-        self.facts = facts
-        self._count(first, len(first.token_ids))
-        statistics.first_token.add(self._first_at - arrived_at)
-        note("gen_ai.latency.time_to_first_token", self._first_at - arrived_at)
-
-    def __aiter__(self) -> Self:
-        """Iterates over all pieces, the first one included; once."""
-        return self
-
-    async def __anext__(self) -> GenerateReply:
-        first, self._first = self._first, None
-        if first is not None:
-            return first
-        try:
-            self._last = last = await anext(self._others)
-        except StopAsyncIteration:
-            self._end()
-            raise
-        self._count(last)
-        return last
-
-    def _count(self, piece: GenerateReply, without: int = 0) -> None:
-        """Counts the tokens of a piece, and the times between them, but for so many that have none before them."""
-        now, before = time.monotonic(), self._last_at.get(piece.index, self._first_at)
-        if piece.first_at:
-            before, without = piece.first_at, 1
-        if (count := len(piece.token_ids) - without) > 0:
-            self._statistics.inter_token.add((now - before) / count, count)
-        self._last_at[piece.index] = now
-        self._pieces[piece.index] = piece
-
-    def _end(self) -> None:
-        self._count_tokens()
-        last = self._last
-        if last.finish_reason is not None:
-            seconds = self._last_at[last.index] - self._arrived_at
-            self._statistics.success[last.finish_reason,] += 1
-            self._statistics.whole.add(seconds)
-            note("gen_ai.latency.e2e", seconds)
-
-    async def aclose(self) -> None:
-        """Aborts the request, unless it has ended."""
-        await self._others.aclose()
-        if self._pieces:
-            self._count_tokens()
-
-    def _count_tokens(self) -> None:
-        """Counts them for the key, once; also if the caller hung up, as far as the engine has sent them."""
-        pieces, self._pieces = self._pieces, {}
-        if (usage := running_usage()) is None:
-            return
-        of_prompts = {index * self.prompts // self.count: piece.prompt_tokens for index, piece in pieces.items()}
-        generated_tokens = sum(piece.completion_tokens for piece in pieces.values())
-        usage.count_tokens(sum(of_prompts.values()), generated_tokens)
+    model: str
+    inputs: list[Text | MediaSource]
+    priority: int
+    param: str
+    dimensions: int | None = None
 
 
-class WrittenEvent(Protocol):
-    """An event of a stream that names its type."""
+class Embedded(NamedTuple):
+    """What was embedded.
 
-    @property
-    def type(self) -> str:
-        """What it is called."""
+    Attributes:
+        embeddings: of shape (inputs, embedding size), float32.
+        prompt_tokens: of all inputs.
+        facts: about the answer.
+    """
 
-
-class AnswerWriter(Protocol):
-    """Writes what a chat answers in another form, as events. Each shows what there is now: encode it before the next one."""
-
-    @property
-    def answer(self) -> msgspec.Struct:
-        """The whole answer, so far."""
-
-    def begin(self, first: GenerateReply) -> Iterator[WrittenEvent]:
-        """Yields the first events, before those of the first piece."""
-
-    def add(self, piece: GenerateReply) -> Iterator[WrittenEvent]:
-        """Yields the events of a piece."""
-
-    def finish(self, last: GenerateReply, reason: FinishReason) -> Iterator[WrittenEvent]:
-        """Yields the events behind those of the last piece, but for the last one; the answer is complete then."""
-
-    def end(self) -> WrittenEvent:
-        """Returns the last event."""
+    embeddings: torch.Tensor
+    prompt_tokens: int
+    facts: Facts
 
 
 class Inference:
-    """Answers requests.
+    """Does what callers ask for.
 
-    Each method leaves its request without messages and inputs. It raises :class:`ApiError` if the caller did something wrong or
-    if there is no space, and :class:`shmring.ShmringError` or ``TimeoutError`` if the engine does.
+    Each method empties what it is given of requests and inputs. It raises :class:`ApiError` if the caller did something wrong
+    or if there is no space, and :class:`shmring.ShmringError` or ``TimeoutError`` if the engine does.
 
     Args:
         engine: who computes.
@@ -252,115 +162,52 @@ class Inference:
         self._intake = intake
         self._settings = settings
         self._statistics = statistics
-        self._encoding = asyncio.Lock()  # one piece of a large answer in a turn of the loop
 
-    async def complete(
-        self, form: AnswerForm[_Request], request: _Request, admitted: Admitted, request_id: str
-    ) -> tuple[msgspec.Struct, Facts]:
-        """Answers a request for text whole."""
-        answer = await self.begin(form, request, admitted, request_id, stream=False)
-        parts = [_Parts(form) for _ in range(answer.count)]
-        try:
-            async for piece in answer:
-                _part_of(parts, piece).add(piece)
-        finally:
-            await answer.aclose()
-        choices = [form.choice(part.pieces, part.finish_reason, index, part.logprobs) for index, part in enumerate(parts)]
-        whole = form.whole(new_id(f"{form.prefix}-"), int(time.time()), request.model, choices, _usage(parts, answer.prompts))
-        return whole, answer.facts
-
-    async def respond(
-        self, chat: ChatRequest, writer: AnswerWriter, admitted: Admitted, request_id: str, keep: Keep | None = None
-    ) -> Facts:
-        """Answers a chat whole, as the writer writes it; ``keep`` is as in :func:`written`."""
-        answer = await self.begin(CHAT_FORM, chat, admitted, request_id, stream=False)
-        async with contextlib.aclosing(answer):
-            async for _ in written(answer, writer, keep):
-                pass
-        return answer.facts
-
-    async def begin(
-        self, form: AnswerForm[_Request], request: _Request, admitted: Admitted, request_id: str, *, stream: bool = True
-    ) -> Answer:
+    async def begin(self, generation: Generation, admitted: Admitted, request_id: str) -> Answer:
         """Asks the engine, and returns when the first piece of the answer has come.
 
         Args:
-            form: of the request and the answer.
-            request: is taken apart.
-            admitted: its admission.
-            request_id: its name.
-            stream: whether the other pieces are wanted as they are made.
+            generation: what is wanted.
+            admitted: the admission of its request.
+            request_id: the request's name.
 
         Whatever waits here has the request's deadline: for the model's description, for media, and for each piece. (One timeout
         for all of them takes as long as the rest of this function.)
         """
-        description = await self._description(request.model, form.task, admitted)
-        self._check_priority(request.priority)
-        generate_requests, sources = form.engine_requests(request)
-        ignored = _ignore(generate_requests[0], description, request) if isinstance(request, ChatRequest) else []
-        _check_abilities(generate_requests[0], description, request)
-        _check_logprobs(generate_requests)
         try:
-            answer = await self._begin(generate_requests, sources, "messages", description, admitted, request_id, stream=stream)
+            return await self._begin(generation, admitted, request_id)
+        except ApiError as error:
+            error.param = generation.words.place_of(error.param)
+            raise
         except shmring.RemoteError as error:
             if error.type_name != "FormRefusedError":
                 raise
             refusal = api_error_of(error)
-            refusal.param = _place_of_form(error.message, request)
+            refusal.param = generation.words.place_of(generation.words.place_of_form(error.message))
             raise refusal from None
-        answer.facts.ignored = ignored
-        return answer
 
-    async def begin_hearing(
-        self, request: TranslationRequest, task: SpeechTask, file: bytes, admitted: Admitted, request_id: str, *, stream: bool
-    ) -> Answer:
-        """Has the engine write down what is said in a recording; as :meth:`begin`."""
-        description = await self._description(request.model, task, admitted)
-        self._check_priority(request.priority)
-        generate_request, sources = speech_request(request, task, file)
-        if generate_request.speech is not None and generate_request.speech.words and not description.word_times:
-            text = f"the model {description.model!r} does not say when words are said: timestamp_granularities can be segment"
-            raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="timestamp_granularities")
-        del file  # the source has it, until it is taken in
-        return await self._begin([generate_request], sources, "file", description, admitted, request_id, stream=stream)
-
-    async def hear(
-        self, request: TranslationRequest, task: SpeechTask, file: bytes, admitted: Admitted, request_id: str
-    ) -> tuple[msgspec.Struct | str, Facts]:
-        """Returns what is said in a recording, whole."""
-        answer = await self.begin_hearing(request, task, file, admitted, request_id, stream=False)
-        async with contextlib.aclosing(answer):
-            pieces = [piece async for piece in answer]
-        if pieces[-1].finish_reason is None:
-            raise _unfinished()
-        return whole_answer(request, task, pieces, answer.facts.sound_s), answer.facts
-
-    async def _begin(
-        self,
-        generate_requests: Sequence[GenerateRequest],
-        sources: list[MediaSource],
-        param: str,
-        description: ModelDescription,
-        admitted: Admitted,
-        request_id: str,
-        *,
-        stream: bool,
-    ) -> Answer:
-        async with self._media(sources, description, admitted, param) as (media, facts):
-            generate_requests[0].media = media  # not a copy: it is emptied when the block is left
-            for generate_request in generate_requests:
-                generate_request.stream = stream
-                generate_request.owner = caller.get()
-            outputs = self._outputs(generate_requests, request_id, admitted)
+    async def _begin(self, generation: Generation, admitted: Admitted, request_id: str) -> Answer:
+        description = await self._description(generation.model, generation.task, admitted)
+        requests, generation.requests = generation.requests, []  # which are most of its memory
+        usage, ignored = running_usage(), generation.words.check(requests[0], description)
+        self._check_priority(requests[0].priority, usage)
+        _check_abilities(requests[0], description, generation.words)
+        _check_logprobs(requests)
+        async with self._media(generation.sources, description, admitted, generation.media_param) as (media, facts):
+            requests[0].media = media  # not a copy: it is emptied when the block is left
+            for request in requests:
+                request.stream = generation.stream
+                request.owner = caller.get()
+            facts.ignored = ignored
+            prompts, count = len(requests), len(requests) * requests[0].sampling.n
+            outputs = self._outputs(requests, request_id, admitted)
             try:
-                first = await anext(outputs, None)
+                if (first := await anext(outputs, None)) is None:
+                    raise unfinished()
+                return Answer(count, prompts, first, outputs, facts, admitted.arrived_at, self._statistics)
             except BaseException:
                 await outputs.aclose()
                 raise
-        if first is None:
-            raise _unfinished()
-        prompts, count = len(generate_requests), len(generate_requests) * generate_requests[0].sampling.n
-        return Answer(count, prompts, first, outputs, facts, admitted.arrived_at, self._statistics)
 
     async def _description(self, name: str, task: str, admitted: Admitted) -> ModelDescription:
         if (description := self._engine.description) is not None:
@@ -378,122 +225,62 @@ class Inference:
 
         return ask(0) if len(requests) == 1 else _merged(ask, len(requests), requests[0].sampling.n)
 
-    async def tokenize(self, request: TokenizeRequest, admitted: Admitted, request_id: str) -> TokenizeResponse:
-        """Returns the tokens of a text or conversation."""
-        async with asyncio.timeout_at(admitted.deadline):
-            description = await self._model.check(request.model, "tokenize")
-            generate_request = tokenizing(request)
-            _check_abilities(generate_request, description)
-            output = await self._ask_for_tokens(generate_request, admitted, request_id)
-        return TokenizeResponse(output.token_ids, len(output.token_ids), description.max_model_len)
-
-    async def count_tokens(self, chat: ChatRequest, admitted: Admitted, request_id: str) -> tuple[int, Facts]:
-        """Returns how many tokens a conversation has, its media included."""
-        description = await self._description(chat.model, "tokenize", admitted)
-        generate_request, sources = engine_request(chat)
-        generate_request.strict_tools = []  # they are for an answer
-        ignored = _ignore(generate_request, description, chat)
-        _check_abilities(generate_request, description, chat)
-        generate_request.tokenize = True
-        generate_request.tool_choice = "auto"
-        generate_request.sampling = SamplingParams()
-        async with self._media(sources, description, admitted, "messages") as (media, facts):
-            generate_request.media = media  # not a copy: it is emptied when the block is left
-            output = await self._ask_for_tokens(generate_request, admitted, request_id)
+    async def tokenize(self, generation: Generation, admitted: Admitted, request_id: str) -> tuple[GenerateReply, Facts]:
+        """Returns the tokens of what an answer would go on from, its media included; of tokens, the text."""
+        try:
+            description = await self._description(generation.model, "tokenize", admitted)
+            [request], generation.requests = generation.requests, []
+            ignored = generation.words.check(request, description)
+            _check_abilities(request, description, generation.words)
+            request.tokenize = True
+            request.tool_choice = "auto"
+            request.sampling = SamplingParams()
+            request.owner = caller.get()
+            async with self._media(generation.sources, description, admitted, generation.media_param) as (media, facts):
+                request.media = media  # not a copy: it is emptied when the block is left
+                outputs = self._engine.generate(request, request_id=request_id, timeout=_seconds_left(admitted))
+                async with contextlib.aclosing(outputs):
+                    output = await anext(outputs, None)
+        except ApiError as error:
+            error.param = generation.words.place_of(error.param)
+            raise
+        if output is None:
+            raise unfinished()
         facts.ignored = ignored
-        return len(output.token_ids), facts
+        return output, facts
 
-    async def detokenize(self, request: DetokenizeRequest, admitted: Admitted, request_id: str) -> DetokenizeResponse:
-        """Returns the text of tokens."""
+    async def embed(self, encoding: Encoding, admitted: Admitted, request_id: str) -> Embedded:
+        """Embeds inputs."""
         async with asyncio.timeout_at(admitted.deadline):
-            await self._model.check(request.model, "tokenize")
-            return DetokenizeResponse((await self._ask_for_tokens(detokenizing(request), admitted, request_id)).text)
-
-    async def _ask_for_tokens(self, request: GenerateRequest, admitted: Admitted, request_id: str) -> GenerateReply:
-        request.owner = caller.get()
-        admitted.release_turn()
-        outputs = self._engine.generate(request, request_id=request_id, timeout=_seconds_left(admitted))
-        async with contextlib.aclosing(outputs):
-            async for output in outputs:
-                return output
-        raise _unfinished()
-
-    async def embed(self, request: EmbeddingRequest, admitted: Admitted, request_id: str) -> tuple[list[bytes], Facts]:
-        """Embeds the inputs of a request.
-
-        Returns:
-            An :class:`~shmring.frontend.openai.embeddings.EmbeddingResponse` as JSON, in pieces; and what its headers say.
-        """
-        async with asyncio.timeout_at(admitted.deadline):
-            description = await self._model.check(request.model, "encode")
-            check_dimensions(request, description.embedding_size)
-            param = "messages" if request.messages else "input"
-            inputs = take_inputs(request, self._settings.max_inputs)
-            counts = count_inputs(inputs)
-            embeddings, prompt_tokens, facts = await self._embed(
-                inputs, request.priority, description, admitted, request_id, param
-            )
-        return await encode_response(embeddings, request, prompt_tokens, counts, self._encoding), facts
-
-    async def score(
-        self, request: ScoreRequest | RerankRequest, admitted: Admitted, request_id: str
-    ) -> tuple[list[bytes], Facts]:
-        """Compares the inputs of a request; as :meth:`embed`, with another answer."""
-        async with asyncio.timeout_at(admitted.deadline):
-            description = await self._model.check(request.model, "encode")
-            pairs = take_pairs(request, self._settings.max_inputs)
-            embeddings, prompt_tokens, facts = await self._embed(
-                pairs.inputs, request.priority, description, admitted, request_id, pairs.param
-            )
-            scores = await asyncio.to_thread(pairs.scores, embeddings)
-        if isinstance(request, RerankRequest):
-            return await encode_reranked(request, pairs, scores, prompt_tokens, self._encoding), facts
-        return [msgspec.json.encode(score_response(request.model, scores, prompt_tokens))], facts
-
-    async def _embed(
-        self,
-        inputs: list[Text | MediaSource],
-        priority: int | None,
-        description: ModelDescription,
-        admitted: Admitted,
-        request_id: str,
-        param: str,
-    ) -> tuple[torch.Tensor, int, Facts]:
-        """Returns the embeddings of inputs, and how many tokens they have; empties the list of inputs."""
-        self._check_priority(priority)
-        if not description.input.text and any(isinstance(item, Text) for item in inputs):
-            message = "this model does not embed text; send media, as messages or as data: URLs"
-            raise ApiError(ErrorCode.UNSUPPORTED_INPUT, message, param=param)
-        if not description.input.tokens and any(isinstance(item, Text) and isinstance(item.text, list) for item in inputs):
-            message = "this model does not embed tokens; send the text"
-            raise ApiError(ErrorCode.UNSUPPORTED_INPUT, message, param=param)
-        sources = [item for item in inputs if isinstance(item, MediaSource)]
-        texts = [item if isinstance(item, Text) else None for item in inputs]
-        inputs.clear()
-        async with self._media(sources, description, admitted, param) as (media, facts):
-            in_order = iter(media)
-            filled: list[Text | Medium] = [next(in_order) if text is None else text for text in texts]
-            try:
-                embeddings, prompt_tokens = await self._encode(
-                    EncodeRequest(filled, priority=priority or 0, owner=caller.get()), admitted, request_id
-                )
-            finally:
-                filled.clear()
+            description = await self._model.check(encoding.model, "encode")
+            self._check_priority(encoding.priority, usage := running_usage())
+            _check_inputs(encoding, description)
+            inputs, encoding.inputs = encoding.inputs, []
+            sources = [item for item in inputs if isinstance(item, MediaSource)]
+            texts = [item if isinstance(item, Text) else None for item in inputs]
+            del inputs
+            async with self._media(sources, description, admitted, encoding.param) as (media, facts):
+                in_order = iter(media)
+                filled: list[Text | Medium] = [next(in_order) if text is None else text for text in texts]
+                try:
+                    request = EncodeRequest(filled, priority=encoding.priority, owner=caller.get())
+                    embeddings, prompt_tokens = await self._encode(request, admitted, request_id)
+                finally:
+                    filled.clear()
         self._statistics.success["stop",] += 1
         self._statistics.whole.add(time.monotonic() - admitted.arrived_at)
-        if (usage := running_usage()) is not None:
+        if usage is not None:
             usage.count_tokens(prompt_tokens, 0)
-        return embeddings, prompt_tokens, facts
+        return Embedded(embeddings, prompt_tokens, facts)
 
-    def _check_priority(self, priority: int | None) -> None:
+    def _check_priority(self, priority: int, usage: OwnerUsage | None) -> None:
         """Refuses a request that says that it is more urgent than its caller's may be.
 
         Raises:
             ApiError: 400.
         """
-        usage = running_usage()
         most = self._settings.max_priority if usage is None or usage.owner.max_priority is None else usage.owner.max_priority
-        if priority is not None and priority < -most:
+        if priority < -most:
             text = (
                 f"priority is {priority}, and the least that your requests may have is {-most} (lower is sooner): the option "
                 "max-priority of this server says so"
@@ -507,7 +294,7 @@ class Inference:
         if sources:
             return self._media_in_slab(sources, description, admitted, param)
         admitted.release_turn()
-        return contextlib.nullcontext(([], Facts(description.synthetic, 0, "")))
+        return contextlib.nullcontext(([], Facts(description.synthetic, max_model_len=description.max_model_len)))
 
     @contextlib.asynccontextmanager
     async def _media_in_slab(
@@ -533,77 +320,6 @@ class Inference:
             parts += [output.embeddings for output in collected]
             prompt_tokens += collected[-1].prompt_tokens
         return torch.cat(parts), prompt_tokens
-
-
-async def written(answer: Answer, writer: AnswerWriter, keep: Keep | None = None) -> AsyncGenerator[WrittenEvent, None]:
-    """Yields the events of an answer as it comes. Each shows what there is now: encode it at once.
-
-    Args:
-        answer: stays its owner's, who closes it.
-        writer: writes it.
-        keep: is awaited when the answer is complete, before its last event; None: nothing is.
-    """
-    last: GenerateReply | None = None
-    async for piece in answer:
-        if last is None:
-            for begun in writer.begin(piece):
-                yield begun
-        last = piece
-        for added in writer.add(piece):
-            yield added
-    if last is None or last.finish_reason is None:
-        raise _unfinished()
-    for finished in writer.finish(last, last.finish_reason):
-        yield finished
-    if keep is not None:
-        await keep()
-    yield writer.end()
-
-
-async def events_of(form: AnswerForm[_Request], answer: Answer, request: _Request) -> AsyncGenerator[bytes, None]:
-    """Yields an answer as OpenAI's events: its opening, its text as it comes, why it ended, and its usage if wanted.
-
-    Args:
-        form: of the events.
-        answer: stays its owner's, who closes it.
-        request: says what else the stream includes.
-    """
-    include_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-    no_usage = None if include_usage else UNSET
-    template = form.event(new_id(f"{form.prefix}-"), int(time.time()), request.model, [], no_usage)
-
-    def chunk(choice: msgspec.Struct) -> bytes:
-        return event(msgspec.structs.replace(template, choices=[choice]))
-
-    parts = [_Parts(form, keep=False) for _ in range(answer.count)]
-    if form.opening is not None:
-        for index in range(len(parts)):
-            yield chunk(form.opening(index))
-    async for piece in answer:
-        logprobs = _part_of(parts, piece).add(piece)
-        if piece.text or piece.tool_calls or piece.reasoning or logprobs is not None:
-            yield chunk(form.piece(piece, None, piece.index, logprobs))
-        if piece.finish_reason is not None:
-            yield chunk(form.piece(None, piece.finish_reason, piece.index, None))
-    usage = _usage(parts, answer.prompts)
-    if include_usage:
-        yield event(msgspec.structs.replace(template, usage=usage))
-    yield DONE
-
-
-async def heard(answer: Answer) -> AsyncGenerator[SpeechEvent, None]:
-    """Yields what is said in a recording as events."""
-    texts: list[str] = []
-    last: GenerateReply | None = None
-    async for piece in answer:
-        last = piece
-        text = piece.text if texts else piece.text.lstrip()
-        if text:
-            texts.append(text)
-            yield SpeechEvent(type="transcript.text.delta", delta=text)
-    if last is None or last.finish_reason is None:
-        raise _unfinished()
-    yield done_event("".join(texts), last)
 
 
 async def _merged(
@@ -646,59 +362,8 @@ async def _merged(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Parts:
-    """What has come of one answer of a request.
-
-    Attributes:
-        pieces: all of them, or the last one.
-        logprobs: of their tokens, if they were asked for.
-    """
-
-    def __init__(self, form: AnswerForm[Any], *, keep: bool = True) -> None:
-        self._form = form
-        self._keep = keep
-        self._characters = 0
-        self.pieces: list[GenerateReply] = []
-        self.logprobs: Any = None
-
-    def add(self, piece: GenerateReply) -> Any:
-        """Takes the next piece; returns how likely its tokens were, as the form says it, or None."""
-        logprobs = self._form.logprobs(piece.logprobs, self._characters) if piece.logprobs else None
-        # A text may be held back, if it may become a stop text; its tokens are told at once.
-        self._characters += sum(token.characters for token in piece.logprobs) if piece.logprobs else len(piece.text)
-        piece.logprobs = []  # they are said in the form now, which is a half of their memory
-        if not self._keep:
-            self.pieces.clear()
-        elif self.logprobs is None:
-            self.logprobs = logprobs
-        elif logprobs is not None:
-            for name in logprobs.__struct_fields__:
-                getattr(self.logprobs, name).extend(getattr(logprobs, name))
-        self.pieces.append(piece)
-        return logprobs
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """Why it ended. Raises shmring.RemoteError if its last piece does not say so: the executor has a bug."""
-        if not self.pieces or self.pieces[-1].finish_reason is None:
-            raise _unfinished()
-        return self.pieces[-1].finish_reason
-
-
-def _part_of(parts: Sequence[_Parts], piece: GenerateReply) -> _Parts:
-    """Returns what a piece belongs to. Raises shmring.RemoteError if that is no answer of the request, by an executor's bug."""
-    if not 0 <= piece.index < len(parts):
-        raise shmring.RemoteError("NoReply", f"the engine answers {piece.index}, where it was asked for {len(parts)} answers")
-    return parts[piece.index]
-
-
-def _check_abilities(request: GenerateRequest, description: ModelDescription, asked: GenerationRequest | None = None) -> None:
+def _check_abilities(request: GenerateRequest, description: ModelDescription, words: Words) -> None:
     """Refuses what the model can't do.
-
-    Args:
-        request: for the engine.
-        description: of its model.
-        asked: the caller's request, which may name a thing in another way.
 
     Raises:
         ApiError: it takes no tools, or its chat template no variables, or something else has no effect.
@@ -706,8 +371,7 @@ def _check_abilities(request: GenerateRequest, description: ModelDescription, as
     values = _values_of(request)
     for capability, value, plain in zip(CAPABILITIES, values, _PLAIN_VALUES, strict=True) if values != _PLAIN_VALUES else ():
         if value != plain and capability not in description.capabilities:
-            is_format = capability == "structured_outputs" and asked is not None and asked.response_format is not None
-            name = "response_format" if is_format else capability
+            name = words.name_of(capability)
             text = f"{name} is not supported by the model {description.model!r} (executor {description.executor})"
             raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param=name)
     if request.needs_tools and not description.tools:
@@ -715,46 +379,10 @@ def _check_abilities(request: GenerateRequest, description: ModelDescription, as
         raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="tools" if request.tools else "messages")
     if request.tools and request.sampling.structured_outputs is not None and not description.strict_tools:
         text = f"the model {description.model!r} can't have tools and a form of the answer together: leave out one"
-        is_format = asked is not None and asked.response_format is not None
-        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="response_format" if is_format else "structured_outputs")
+        raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param=words.name_of("structured_outputs"))
     if request.template_options and not description.template_options:
         text = f"the model {description.model!r} has no chat template whose variables could be set"
         raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="chat_template_kwargs")
-
-
-def _place_of_form(message: str, asked: GenerationRequest) -> str:
-    """Returns which part of a caller's request has the form that an executor has refused."""
-    for index, tool in enumerate(asked.tools or [] if isinstance(asked, ChatRequest) else []):
-        if tool.function is not None and parameters_of(tool.function.name) in message:
-            return f"tools[{index}].function.parameters"
-    if asked.response_format is not None:
-        return "response_format.json_schema.schema"
-    return "tools" if asked.structured_outputs is None else "structured_outputs"
-
-
-def _ignore(request: GenerateRequest, description: ModelDescription, asked: ChatRequest) -> list[str]:
-    """Takes what has no effect with a model out of a request; returns the fields of the caller's that said so.
-
-    These are what clients send to every model: tools of other types, strict tools where calls can't be kept to schemas, and an
-    effort of which its template knows nothing.
-    """
-    tools = asked.tools or []
-    ignored = [f"tools[{index}]" for index in other_tools(tools)] if request.tools else []
-    if request.strict_tools and not description.strict_tools:
-        strict, request.strict_tools = request.strict_tools, []
-        ignored += [
-            f"tools[{index}].function.strict"
-            for index, tool in enumerate(tools)
-            if tool.function is not None and tool.function.name in strict
-        ]
-    if (
-        asked.reasoning_effort is not None
-        and not description.reasoning_effort
-        and "reasoning_effort" not in (asked.chat_template_kwargs or {})
-    ):
-        del request.template_options["reasoning_effort"]
-        ignored.append("reasoning_effort")
-    return ignored[:_MAX_IGNORED]
 
 
 def _check_logprobs(requests: Sequence[GenerateRequest]) -> None:
@@ -764,23 +392,32 @@ def _check_logprobs(requests: Sequence[GenerateRequest]) -> None:
         raise ApiError(ErrorCode.INVALID_VALUE, str(error), param="max_tokens") from None
 
 
+def _check_inputs(encoding: Encoding, description: ModelDescription) -> None:
+    check_dimensions(encoding.dimensions, description.embedding_size)
+    if not description.input.text and any(isinstance(item, Text) for item in encoding.inputs):
+        message = "this model does not embed text; send media, as messages or as data: URLs"
+        raise ApiError(ErrorCode.UNSUPPORTED_INPUT, message, param=encoding.param)
+    if not description.input.tokens and any(isinstance(item, Text) and isinstance(item.text, list) for item in encoding.inputs):
+        message = "this model does not embed tokens; send the text"
+        raise ApiError(ErrorCode.UNSUPPORTED_INPUT, message, param=encoding.param)
+
+
+def check_dimensions(wanted: int | None, size: int | None) -> None:
+    """Refuses a request for more dimensions than embeddings have.
+
+    Raises:
+        ApiError: they have fewer.
+    """
+    if wanted is not None and size is not None and wanted > size:
+        message = f"dimensions is {wanted}, the model's embeddings have {size}"
+        raise ApiError(ErrorCode.INVALID_VALUE, message, param="dimensions")
+
+
 def _shortfalls_of(media: Sequence[Medium]) -> str:
     """Returns what a request's caller is told of media that are not all there, by their order; nothing if all are."""
     texts = [f"{number} of {len(media)}: {medium.shortfall}" for number, medium in enumerate(media, 1) if medium.shortfall]
     more = [f"and of {len(texts) - _MAX_TOLD} more"] if len(texts) > _MAX_TOLD else []
     return " | ".join([*texts[:_MAX_TOLD], *more])
-
-
-def _unfinished() -> shmring.RemoteError:
-    return shmring.RemoteError("NoReply", "the engine ended the answer without saying why")
-
-
-def _usage(parts: Sequence[_Parts], prompts: int) -> Usage:
-    """Returns what answers cost. A prompt, which as many of them have in common, counts once. All must have ended."""
-    last = [part.pieces[-1] for part in parts if part.finish_reason]
-    prompt_tokens = sum(piece.prompt_tokens for piece in last[:: len(parts) // prompts])
-    completion_tokens = sum(piece.completion_tokens for piece in last)
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
 
 
 def _seconds_left(admitted: Admitted) -> float:

@@ -9,20 +9,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import shmring
 from shmring.engine.client import EngineClient
 from shmring.engine.protocol import ModelDescription
 from shmring.frontend.errors import ApiError, ErrorCode
-from shmring.frontend.openai.models import Model, ModelList
 
-__all__ = ["ServedModel"]
+__all__ = ["Served", "ServedModel"]
 
 _DESCRIBE_TIMEOUT_S = 10.0  # an engine answers between two events of its loop, whatever its executor does
 _SHOWN_CHARACTERS = 64  # of a name that does not exist
 
 _TASK_NAMES = {"encode": "embeddings", "generate": "chat completions", "complete": "completions", "tokenize": "tokenizing"}
 _TASK_NAMES |= {"transcribe": "transcriptions", "translate": "translations"}
+
+
+class Served(NamedTuple):
+    """What is served: the names that requests may use, since when (a Unix time), and what the model can do."""
+
+    names: Sequence[str]
+    created: int
+    description: ModelDescription
 
 
 class ServedModel:
@@ -76,11 +84,15 @@ class ServedModel:
             raise ApiError(ErrorCode.UNSUPPORTED_TASK, message, param="model")
         return description
 
-    async def list(self) -> ModelList:
-        """Returns the list of models. Without an engine, it is the list of the last engine.
+    async def served(self, name: str | None = None) -> Served:
+        """Returns what is served. Without an engine, it is what the last engine had.
+
+        Args:
+            name: one that the model may have; None: all names.
 
         Raises:
-            shmring.ShmringError, TimeoutError: there is none, and there never was one.
+            ApiError: it has no such name.
+            shmring.ShmringError, TimeoutError: there is no engine, and there never was one.
         """
         try:
             description = await self.describe()
@@ -88,26 +100,10 @@ class ServedModel:
             if self._last is None:
                 raise
             description = self._last
-        owner = "shmring (synthetic: answers are made up)" if description.synthetic else "shmring"
         names = self._names or [description.model]
-        return ModelList(
-            [Model(name, self._created, owned_by=owner, max_model_len=description.max_model_len) for name in names]
-        )
-
-    async def retrieve(self, name: str) -> Model:
-        """Returns one model of that list.
-
-        Args:
-            name: what requests call it.
-
-        Raises:
-            ApiError: it is not in the list.
-            shmring.ShmringError, TimeoutError: as for the list.
-        """
-        models = {model.id: model for model in (await self.list()).data}
-        if name not in models:
-            raise _unknown(name, list(models))
-        return models[name]
+        if name is not None and name not in names:
+            raise _unknown(name, names)
+        return Served(names if name is None else [name], self._created, description)
 
 
 def _unknown(name: str, served: Sequence[str]) -> ApiError:

@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients read them: of all requests whose path is that of a route in Anthropic's form.
+"""Errors as Anthropic's clients read them.
 
 ``{"type": "error", "error": {"type": ..., "message": ..., "param": ..., "code": ...}, "request_id": ...}``. The vendor's errors
 have no ``param`` and no ``code``, and its clients take further fields; they are the same as in OpenAI's form
@@ -8,11 +8,10 @@ have no ``param`` and no ``code``, and its clients take further fields; they are
 from __future__ import annotations
 
 import msgspec
-from starlette.types import Scope
 
-from shmring.frontend.errors import ApiError, ErrorBody, ErrorEnvelope
+from shmring.frontend.errors import ApiError, ErrorBody
 
-__all__ = ["MESSAGES_PATH", "MessagesErrorEnvelope", "error_content", "messages_error"]
+__all__ = ["MESSAGES_PATH", "MessagesErrorEnvelope", "messages_error"]
 
 MESSAGES_PATH = "/v1/messages"
 
@@ -37,11 +36,3 @@ def messages_error(error: ApiError, request_id: str) -> MessagesErrorEnvelope:
     """Returns an error in Anthropic's form."""
     kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return MessagesErrorEnvelope(ErrorBody(str(error), kind, error.param, error.code), request_id)
-
-
-def error_content(error: ApiError, scope: Scope) -> ErrorEnvelope | MessagesErrorEnvelope:
-    """Returns an error in the form that the caller of a request expects, by the request's path."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    if path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/"):
-        return messages_error(error, scope["state"]["request_id"])
-    return error.envelope()

@@ -16,6 +16,7 @@ from shmring.engine.protocol import FinishReason, GenerateReply
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.anthropic.messages_request import MessagesRequest
 from shmring.frontend.http.responses import new_id
+from shmring.frontend.openai.typed_events import TypedEventsWriter
 
 __all__ = ["MessagesAnswer", "MessagesEvent", "MessagesWriter"]
 
@@ -96,7 +97,7 @@ class MessagesEvent(msgspec.Struct, kw_only=True):
     usage: MessagesUsage | UnsetType = UNSET
 
 
-class MessagesWriter:
+class MessagesWriter(TypedEventsWriter):
     """Writes one answer. An event shows what there is when it is yielded: encode it before the next one.
 
     Args:
@@ -106,19 +107,21 @@ class MessagesWriter:
         answer: so far.
     """
 
+    answer: MessagesAnswer
+
     def __init__(self, request: MessagesRequest) -> None:
         self.answer = MessagesAnswer(id=new_id("msg_"), model=request.model, content=[], usage=MessagesUsage(0, 0))
         self._shows_thinking = request.thinking is None or request.thinking.type != "disabled"
         self._open: AnswerText | AnswerThinking | None = None  # the last block, while it grows
         self._texts: list[str] = []  # of that block
 
-    def begin(self, first: GenerateReply) -> Iterator[MessagesEvent]:
+    def _begin(self, first: GenerateReply) -> Iterator[MessagesEvent]:
         """Yields the first events."""
         self.answer.usage = MessagesUsage(first.prompt_tokens, first.completion_tokens)
         yield MessagesEvent(type="message_start", message=self.answer)
         yield MessagesEvent(type="ping")
 
-    def add(self, piece: GenerateReply) -> Iterator[MessagesEvent]:
+    def _add(self, piece: GenerateReply) -> Iterator[MessagesEvent]:
         """Yields the events of a piece."""
         if piece.reasoning and self._shows_thinking:
             yield from self._grow(AnswerThinking, piece.reasoning)
@@ -128,7 +131,7 @@ class MessagesWriter:
             yield from self._close()
             yield from self._call(call)
 
-    def finish(self, last: GenerateReply, reason: FinishReason) -> Iterator[MessagesEvent]:
+    def _finish(self, last: GenerateReply, reason: FinishReason) -> Iterator[MessagesEvent]:
         """Yields the events of the end, but for the last one."""
         yield from self._close()
         answer = self.answer
@@ -139,7 +142,7 @@ class MessagesWriter:
         delta = BlockDelta(stop_reason=answer.stop_reason, stop_sequence=answer.stop_sequence)
         yield MessagesEvent(type="message_delta", delta=delta, usage=answer.usage)
 
-    def end(self) -> MessagesEvent:
+    def _end(self) -> MessagesEvent:
         """Returns the last event."""
         return MessagesEvent(type="message_stop")
 

@@ -16,10 +16,11 @@ import msgspec
 from msgspec import Meta
 
 from shmring.frontend.errors import ApiError, ErrorCode
-from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalPart
+from shmring.frontend.http.parsing import BodyParser, misplaced
+from shmring.frontend.inference import Generation
+from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalPart, Translation
 from shmring.frontend.openai.generation import TokenCount
 from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, ContentPart, ImagePart, PictureFile, Priority, TextPart
-from shmring.frontend.openai.parsing import BodyParser, misplaced
 from shmring.frontend.openai.tools import OF_TYPE, FunctionCall, ToolCall, check_values
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
@@ -30,8 +31,9 @@ __all__ = [
     "CountTokensAnswer",
     "CountTokensRequest",
     "MessagesRequest",
-    "TranslatedMessages",
     "check_version",
+    "read_count_tokens",
+    "read_messages",
 ]
 
 #: Of the API, as the header ``anthropic-version`` has them: those that have these answers. The last one takes fewer requests.
@@ -235,7 +237,7 @@ class _Place:
     calls: list[str] = dataclasses.field(default_factory=list)
 
 
-class TranslatedMessages:
+class _TranslatedMessages(Translation):
     """The request of a chat, and where its parts stood.
 
     Args:
@@ -243,17 +245,14 @@ class TranslatedMessages:
 
     Raises:
         ApiError: it asks for something that is not implemented, or a block stands where it can't.
-
-    Attributes:
-        chat: asks for the same.
-        ignored: the first parts that are not in it.
     """
 
     def __init__(self, request: CountTokensRequest) -> None:
-        self.ignored: list[str] = []
+        self._left_out: list[str] = []
         self._messages: list[ChatMessageParam] = []
         self._places: list[_Place] = []
-        self.chat = self._translate(request)
+        super().__init__(self._translate(request), self._left_out)
+        self._messages = []  # the chat has them
 
     def place_of(self, param: str | None) -> str | None:
         """Returns where in the caller's request the parameter stands that an error about the chat names."""
@@ -353,8 +352,24 @@ class TranslatedMessages:
         self._places[-1].calls.append(place)
 
     def _ignore(self, place: str) -> None:
-        if len(self.ignored) < _MAX_IGNORED:
-            self.ignored.append(place)
+        if len(self._left_out) < _MAX_IGNORED:
+            self._left_out.append(place)
+
+
+def read_messages(request: CountTokensRequest) -> Generation:
+    """Returns what a request asks for; empties its messages.
+
+    Raises:
+        ApiError: it asks for something that is not implemented, or a block stands where it can't.
+    """
+    return _TranslatedMessages(request).read()
+
+
+def read_count_tokens(request: CountTokensRequest) -> Generation:
+    """Returns of what tokens are to be counted; empties the request's messages. Raises as :func:`read_messages`."""
+    generation = read_messages(request)
+    generation.requests[0].strict_tools = []  # they are for an answer
+    return generation
 
 
 def check_version(version: str | None) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shmring.frontend.anthropic.errors import error_content
 from shmring.frontend.errors import ApiError
 
-__all__ = ["JsonPieces", "JsonResponse", "error_response", "new_id", "random_digits"]
+__all__ = ["ErrorForm", "JsonPieces", "JsonResponse", "error_content", "error_response", "new_id", "random_digits"]
+
+#: Makes the body of an error; also given the name of its request.
+ErrorForm: TypeAlias = Callable[[ApiError, str], msgspec.Struct]
 
 _SENT_NBYTES = 256 << 10  # in a turn of the loop
 
@@ -64,6 +66,12 @@ class JsonPieces(Response):
                 sent_nbytes = 0
                 await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def error_content(error: ApiError, scope: Scope) -> msgspec.Struct:
+    """Returns an error in the form that the caller of a request expects: that of its route, or else OpenAI's."""
+    form: ErrorForm | None = scope["state"].get("error_form")
+    return error.envelope() if form is None else form(error, scope["state"]["request_id"])
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:

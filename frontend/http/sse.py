@@ -16,8 +16,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shmring.frontend.anthropic.errors import MessagesErrorEnvelope, error_content
 from shmring.frontend.errors import ApiError
+from shmring.frontend.http.responses import error_content
 
 __all__ = ["CONTENT_TYPE", "DONE", "EventStream", "event", "event_of_error"]
 
@@ -40,9 +40,12 @@ def event(content: object, name: str = "") -> bytes:
 
 
 def event_of_error(error: ApiError, scope: Scope) -> bytes:
-    """Returns the last event of an answer that fails, in the form that the caller of a request expects."""
+    """Returns the last event of an answer that fails, in the form that the caller of a request expects.
+
+    It has a name, if errors in this form have a type.
+    """
     content = error_content(error, scope)
-    return event(content, "error" if isinstance(content, MessagesErrorEnvelope) else "")
+    return event(content, str(content.__struct_config__.tag or ""))
 
 
 class EventStream(Response):

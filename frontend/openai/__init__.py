@@ -2,5 +2,5 @@
 
 The OpenAPI document is generated from these types (:mod:`shmring.frontend.documentation`), so their docstrings and descriptions
 are for callers. Fields that are not named here are ignored unless they would change the answer, and the answer names the
-ignored fields (:mod:`shmring.frontend.openai.parsing`).
+ignored fields (:mod:`shmring.frontend.http.parsing`).
 """

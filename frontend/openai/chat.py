@@ -11,18 +11,29 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from shmring.engine.protocol import ChatMessage, FinishReason, GenerateReply, GenerateRequest, MediumPart, TokenLogprobs
+from shmring.engine.protocol import (
+    ChatMessage,
+    FinishReason,
+    GenerateReply,
+    GenerateRequest,
+    MediumPart,
+    ModelDescription,
+    TokenLogprobs,
+    parameters_of,
+)
 from shmring.engine.protocol import TextPart as EngineTextPart
 from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.http.body_scan import MAX_VALUES, has_too_many_values
+from shmring.frontend.http.parsing import BodyParser
+from shmring.frontend.inference import Generation
 from shmring.frontend.media.sources import MediaSource
+from shmring.frontend.openai.choices import AnswerForm, Usage
 from shmring.frontend.openai.generation import (
     MAX_CHARACTERS,
-    AnswerForm,
     GenerationRequest,
+    GenerationWords,
     Logprobs,
     TokenCount,
-    Usage,
     sampling_of,
 )
 from shmring.frontend.openai.messages import (
@@ -33,7 +44,6 @@ from shmring.frontend.openai.messages import (
     check_length,
     source_of,
 )
-from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.tools import (
     DeltaToolCall,
     ToolCall,
@@ -44,6 +54,7 @@ from shmring.frontend.openai.tools import (
     check_values,
     choose_tools,
     engine_calls,
+    other_tools,
 )
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
@@ -59,9 +70,11 @@ __all__ = [
     "ChunkChoice",
     "Delta",
     "ResponseMessage",
+    "Translation",
     "describe_tokens",
     "engine_messages",
     "engine_request",
+    "read_chat",
 ]
 
 
@@ -192,12 +205,18 @@ class ChatCompletionChunk(msgspec.Struct):
 _UNSUPPORTED = Unsupported(ChatRequest)
 _UNSUPPORTED_OF_MESSAGES = Unsupported(ChatMessageParam)
 
+_MAX_IGNORED = 16  # that a header names
+
 #: For bodies of requests.
 CHAT_PARSER = BodyParser(ChatRequest)
 
 
 def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSource]]:
-    """Takes a request apart, and empties its messages, which are most of its memory; as :attr:`AnswerForm.engine_requests`."""
+    """Takes a request apart, and empties its messages, which are most of its memory.
+
+    Raises:
+        ApiError: it asks for something that is not implemented.
+    """
     check_supported(request, _UNSUPPORTED)
     if request.top_logprobs and not request.logprobs:
         raise ApiError(ErrorCode.INVALID_VALUE, "top_logprobs are for logprobs: set logprobs", param="top_logprobs")
@@ -225,9 +244,83 @@ def engine_request(request: ChatRequest) -> tuple[GenerateRequest, list[MediaSou
     ), sources
 
 
-def _engine_requests(request: ChatRequest) -> tuple[list[GenerateRequest], list[MediaSource]]:
+def read_chat(request: ChatRequest) -> Generation:
+    """Returns what a request asks for; empties its messages.
+
+    Raises:
+        ApiError: it asks for something that is not implemented.
+    """
     generate_request, sources = engine_request(request)
-    return [generate_request], sources
+    return Generation("generate", request.model, [generate_request], sources, bool(request.stream), ChatWords(request))
+
+
+class ChatWords(GenerationWords):
+    """Where a request of a chat has what it asks for."""
+
+    _request: ChatRequest
+
+    def check(self, request: GenerateRequest, description: ModelDescription) -> list[str]:
+        """Takes what has no effect with a model out of a request; returns the fields of the caller's that said so.
+
+        These are what clients send to every model: tools of other types, strict tools where calls can't be kept to schemas, and
+        an effort of which its template knows nothing.
+        """
+        asked, tools = self._request, self._request.tools or []
+        ignored = [f"tools[{index}]" for index in other_tools(tools)] if request.tools else []
+        if request.strict_tools and not description.strict_tools:
+            strict, request.strict_tools = request.strict_tools, []
+            ignored += [
+                f"tools[{index}].function.strict"
+                for index, tool in enumerate(tools)
+                if tool.function is not None and tool.function.name in strict
+            ]
+        if (
+            asked.reasoning_effort is not None
+            and not description.reasoning_effort
+            and "reasoning_effort" not in (asked.chat_template_kwargs or {})
+        ):
+            del request.template_options["reasoning_effort"]
+            ignored.append("reasoning_effort")
+        return ignored[:_MAX_IGNORED]
+
+    def place_of_form(self, message: str) -> str:
+        """Returns where the form stands that an executor has refused with this message."""
+        for index, tool in enumerate(self._request.tools or []):
+            if tool.function is not None and parameters_of(tool.function.name) in message:
+                return f"tools[{index}].function.parameters"
+        return super().place_of_form(message)
+
+
+class Translation(ChatWords):
+    """A request in another form that became a chat's, and its words: errors and headers name places as its caller wrote them.
+
+    Args:
+        chat: asks for the same.
+        ignored: the first parts of the request that are not in it.
+    """
+
+    def __init__(self, chat: ChatRequest, ignored: list[str]) -> None:
+        super().__init__(chat)
+        self._ignored = ignored
+
+    def read(self) -> Generation:
+        """Returns what the request asks for; empties the messages of the chat.
+
+        Raises:
+            ApiError: it asks for something that is not implemented.
+        """
+        try:
+            generation = read_chat(self._request)
+        except ApiError as error:
+            error.param = self.place_of(error.param)
+            raise
+        generation.words = self
+        return generation
+
+    def check(self, request: GenerateRequest, description: ModelDescription) -> list[str]:
+        """Takes what has no effect with a model out of a request; returns that, and what is not in the chat."""
+        ignored = super().check(request, description)
+        return [*self._ignored, *(self.place_of(name) or name for name in ignored)]
 
 
 def engine_messages(messages: list[ChatMessageParam]) -> tuple[list[ChatMessage], list[MediaSource]]:
@@ -345,12 +438,9 @@ def _described(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
     return token.decode(errors="replace"), logprob, list(token)
 
 
-#: How chats are understood and answered.
+#: How chats are answered.
 CHAT_FORM = AnswerForm(
-    task="generate",
     prefix="chatcmpl",
-    parser=CHAT_PARSER,
-    engine_requests=_engine_requests,
     whole=ChatCompletion,
     event=ChatCompletionChunk,
     choice=_choice,

@@ -14,22 +14,22 @@ from msgspec import UNSET, Meta, UnsetType
 
 from shmring.engine.protocol import FinishReason, GenerateReply, GenerateRequest, TokenLogprobs
 from shmring.frontend.errors import ApiError, ErrorCode
-from shmring.frontend.media.sources import MediaSource
+from shmring.frontend.http.parsing import BodyParser
+from shmring.frontend.inference import Generation
+from shmring.frontend.openai.choices import AnswerForm, Usage
 from shmring.frontend.openai.generation import (
     MAX_ANSWERS,
     MAX_CHARACTERS,
-    AnswerForm,
     GenerationRequest,
+    GenerationWords,
     Logprobs,
     Token,
-    Usage,
     sampling_of,
 )
 from shmring.frontend.openai.messages import check_length
-from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
-__all__ = ["COMPLETION_FORM", "Completion", "CompletionRequest", "check_prompt"]
+__all__ = ["COMPLETION_FORM", "COMPLETION_PARSER", "Completion", "CompletionRequest", "check_prompt", "read_completion"]
 
 _MAX_TOKENS = 16  # of an answer whose request does not say how many, as in OpenAI's API
 
@@ -81,7 +81,12 @@ class Completion(msgspec.Struct):
 _UNSUPPORTED = Unsupported(CompletionRequest)
 
 
-def _engine_requests(request: CompletionRequest) -> tuple[list[GenerateRequest], list[MediaSource]]:
+def read_completion(request: CompletionRequest) -> Generation:
+    """Returns what a request asks for; empties its prompt, which is most of its memory.
+
+    Raises:
+        ApiError: it asks for something that is not implemented.
+    """
     check_supported(request, _UNSUPPORTED)
     sampling = sampling_of(request, _MAX_TOKENS if request.max_tokens is None else None, request.logprobs)
     prompts, request.prompt = _prompts_of(request.prompt, sampling.n), ""
@@ -94,7 +99,8 @@ def _engine_requests(request: CompletionRequest) -> tuple[list[GenerateRequest],
         "sampling": sampling,
         "priority": request.priority or 0,
     }
-    return [GenerateRequest(prompt=prompt, **options) for prompt in prompts], []
+    requests = [GenerateRequest(prompt=prompt, **options) for prompt in prompts]
+    return Generation("complete", request.model, requests, stream=bool(request.stream), words=GenerationWords(request))
 
 
 def _prompts_of(prompt: str | list[str | int | list[int]], answers: int) -> list[str | list[int]]:
@@ -170,12 +176,12 @@ def _spelt(token: bytes) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-#: How completions are understood and answered.
+#: For bodies of requests.
+COMPLETION_PARSER = BodyParser(CompletionRequest)
+
+#: How completions are answered.
 COMPLETION_FORM = AnswerForm(
-    task="complete",
     prefix="cmpl",
-    parser=BodyParser(CompletionRequest),
-    engine_requests=_engine_requests,
     whole=Completion,
     event=Completion,
     choice=_choice,

@@ -26,7 +26,9 @@ from msgspec import Meta
 
 from shmring.engine.protocol import Text
 from shmring.frontend.errors import ApiError, ErrorCode
+from shmring.frontend.http.parsing import BodyParser
 from shmring.frontend.http.responses import new_id
+from shmring.frontend.inference import Encoding, check_dimensions
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.generation import Token
 from shmring.frontend.openai.messages import (
@@ -39,7 +41,6 @@ from shmring.frontend.openai.messages import (
     data_url_kind,
     source_of,
 )
-from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = [
@@ -47,11 +48,10 @@ __all__ = [
     "EmbeddingInputs",
     "EmbeddingRequest",
     "EmbeddingResponse",
-    "check_dimensions",
     "count_inputs",
     "encode_response",
     "input_of",
-    "take_inputs",
+    "read_embedding",
 ]
 
 _INPUT = (
@@ -142,8 +142,8 @@ _UNSUPPORTED = Unsupported(EmbeddingRequest)
 EMBEDDING_PARSER = BodyParser(EmbeddingRequest)
 
 
-def take_inputs(request: EmbeddingRequest, max_inputs: int) -> list[Text | MediaSource]:
-    """Takes the inputs out of a request, and empties the request, because they are most of its memory.
+def read_embedding(request: EmbeddingRequest, max_inputs: int) -> Encoding:
+    """Returns what a request asks for; empties the request of its inputs, because they are most of its memory.
 
     Raises:
         ApiError: there are none, too many, or some that can't be embedded; or the request asks for something that is not
@@ -162,7 +162,8 @@ def take_inputs(request: EmbeddingRequest, max_inputs: int) -> list[Text | Media
     if count > max_inputs:  # before millions of them are looked at, one by one, in the event loop
         message = f"the request has {count} inputs, at most {max_inputs} are accepted"
         raise ApiError(ErrorCode.TOO_MANY_INPUTS, message, param=param)
-    return _of_messages(messages) if messages else _of_input(texts or [])
+    inputs = _of_messages(messages) if messages else _of_input(texts or [])
+    return Encoding(request.model, inputs, request.priority or 0, param, request.dimensions)
 
 
 def _count_of_input(texts: str | list[str | int | list[int]] | None) -> int:
@@ -231,17 +232,6 @@ def input_of(part: ContentPart | str, param: str) -> Text | MediaSource:
     return _of_text(part.text, f"{param}.text") if isinstance(part, TextPart) else source_of(part, param)
 
 
-def check_dimensions(request: EmbeddingRequest, size: int | None) -> None:
-    """Checks, before anything is computed, that the model has the dimensions that are asked for.
-
-    Raises:
-        ApiError: it has fewer.
-    """
-    if request.dimensions is not None and size is not None and request.dimensions > size:
-        message = f"dimensions is {request.dimensions}, the model's embeddings have {size}"
-        raise ApiError(ErrorCode.INVALID_VALUE, message, param="dimensions")
-
-
 def count_inputs(inputs: Iterable[Text | MediaSource]) -> EmbeddingInputs:
     """Counts inputs by kind."""
     counts = Counter("text" if isinstance(item, Text) else item.kind for item in inputs)
@@ -269,7 +259,7 @@ async def encode_response(
     Raises:
         ApiError: it asks for more dimensions than there are.
     """
-    check_dimensions(request, embeddings.shape[1])
+    check_dimensions(request.dimensions, embeddings.shape[1])
     if request.dimensions is not None:
         embeddings = torch.nn.functional.normalize(embeddings[:, : request.dimensions], dim=1)
     usage = EmbeddingUsage(prompt_tokens, prompt_tokens, inputs)

@@ -1,33 +1,28 @@
-"""What requests for text have in common, and the form in which they are answered: that is all in which chats and completions
-differ."""
+"""What requests for text have in common."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from shmring.engine.protocol import FinishReason, GenerateReply, GenerateRequest, SamplingParams, TokenLogprobs
+from shmring.engine.protocol import SamplingParams
 from shmring.frontend.errors import ApiError, ErrorCode
-from shmring.frontend.media.sources import MediaSource
+from shmring.frontend.inference import Words
 from shmring.frontend.openai.messages import INT64, Priority
-from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.structures import ResponseFormat, StructuredOutputs, structure_of
 from shmring.frontend.openai.unsupported import only
 
 __all__ = [
     "MAX_ANSWERS",
     "MAX_CHARACTERS",
-    "AnswerForm",
     "GenerationRequest",
+    "GenerationWords",
     "Logprobs",
     "StreamOptions",
     "Token",
     "TokenCount",
-    "Usage",
     "sampling_of",
 ]
 
@@ -110,47 +105,26 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     routed_experts_prompt_start: Annotated[Any, only(0)] = None
 
 
-class Usage(msgspec.Struct):
-    """Tokens used; those of media count in the prompt."""
+class GenerationWords(Words):
+    """Where a request has what it asks for.
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-_Request = TypeVar("_Request", bound=GenerationRequest)
-
-
-@dataclasses.dataclass(frozen=True)
-class AnswerForm(Generic[_Request]):
-    """How requests of one kind are understood and answered.
-
-    Attributes:
-        task: of a model, which it asks for.
-        prefix: of names of answers.
-        parser: of bodies.
-        engine_requests: takes a request apart, and empties it of what is most of its memory. Returns a request for the engine
-            for each prompt, still without media, and the sources of the first one's media, in order. Raises :class:`ApiError`
-            if the request asks for something that is not implemented.
-        whole, event: the types of an answer and of a stream's events: their name, time, model, choices and usage.
-        choice: one choice of a whole answer: its pieces, why it ended, which it is, and how likely its tokens were.
-        opening: the choice of a stream's first event, by its number. None: it begins with the text.
-        piece: the choice of an event with text, or of the last one, which says why the answer ended; which one it is, and how
-            likely its tokens were.
-        logprobs: how likely tokens were, behind so many characters of text. All fields of it are lists, so that parts of an
-            answer can be joined.
+    Args:
+        request: without its messages or prompts, which are most of its memory.
     """
 
-    task: str
-    prefix: str
-    parser: BodyParser[_Request]
-    engine_requests: Callable[[_Request], tuple[list[GenerateRequest], list[MediaSource]]]
-    whole: Callable[..., msgspec.Struct]
-    event: Callable[..., msgspec.Struct]
-    choice: Callable[[Sequence[GenerateReply], FinishReason, int, Any], msgspec.Struct]
-    opening: Callable[[int], msgspec.Struct] | None
-    piece: Callable[[GenerateReply | None, FinishReason | None, int, Any], msgspec.Struct]
-    logprobs: Callable[[Sequence[TokenLogprobs], int], Any]
+    def __init__(self, request: GenerationRequest) -> None:
+        self._request = request
+
+    def name_of(self, capability: str) -> str:
+        """Returns the field that asks for something that only some models can."""
+        has_format = self._request.response_format is not None
+        return "response_format" if has_format and capability == "structured_outputs" else capability
+
+    def place_of_form(self, message: str) -> str:
+        """Returns where the form stands that an executor has refused with this message."""
+        if self._request.response_format is not None:
+            return "response_format.json_schema.schema"
+        return "tools" if self._request.structured_outputs is None else "structured_outputs"
 
 
 def sampling_of(request: GenerationRequest, max_tokens: int | None, logprobs: int | None) -> SamplingParams:

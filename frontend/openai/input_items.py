@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from shmring.frontend.errors import ApiError, ErrorCode
-from shmring.frontend.openai.parsing import invalid_value
+from shmring.frontend.http.parsing import invalid_value
 from shmring.frontend.openai.responses_request import InputItem
 
 __all__ = ["InputItemList", "ItemPage", "list_items", "read_page"]

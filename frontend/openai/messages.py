@@ -10,12 +10,12 @@ from msgspec import Meta
 
 from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.http.body_scan import LONG_NBYTES, is_cut
+from shmring.frontend.http.parsing import MEANS_NOTHING
 from shmring.frontend.media.options import MediaKind
 from shmring.frontend.media.sources import MediaSource
 
 __all__ = [
     "INT64",
-    "MEANS_NOTHING",
     "MAX_MESSAGES",
     "MAX_PARTS",
     "ContentPart",
@@ -38,11 +38,6 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of a message, and of all messages together
 
 _URL = "A data: URL, or what the server is allowed to fetch."
-
-
-#: The values of a field without meaning here that may be ignored silently. For other values, the caller is told that the field
-#: was ignored.
-MEANS_NOTHING = "means_nothing"
 
 
 class MediaUrl(msgspec.Struct):

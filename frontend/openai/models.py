@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Load", "Model", "ModelList", "Version"]
+from shmring.frontend.served_model import Served
+
+__all__ = ["Load", "Model", "ModelList", "Version", "models_of"]
 
 
 class Model(msgspec.Struct):
@@ -34,3 +36,10 @@ class Load(msgspec.Struct):
     """The answer to `GET /load`: requests that wait or run in the engines, those of all frontends."""
 
     server_load: int
+
+
+def models_of(served: Served) -> list[Model]:
+    """Returns the models that requests may name: one model under each of its names."""
+    owner = "shmring (synthetic: answers are made up)" if served.description.synthetic else "shmring"
+    limit = served.description.max_model_len
+    return [Model(name, served.created, owned_by=owner, max_model_len=limit) for name in served.names]

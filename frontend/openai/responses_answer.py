@@ -18,10 +18,12 @@ from shmring.engine.protocol import FinishReason, GenerateReply
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.errors import ApiError, ErrorBody
 from shmring.frontend.http.responses import new_id, random_digits
+from shmring.frontend.http.sse import event
 from shmring.frontend.openai.chat import ChatLogprob, describe_tokens
 from shmring.frontend.openai.responses_request import Reasoning, ResponsesRequest, TextConfig
 from shmring.frontend.openai.responses_tools import ChatTools, ResponsesTool, ResponsesToolChoice, shown
 from shmring.frontend.openai.text_tokens import TextTokens
+from shmring.frontend.openai.typed_events import TypedEventsWriter
 
 __all__ = ["ResponsesAnswer", "ResponsesEvent", "ResponsesWriter", "number_of", "response_id_of"]
 
@@ -163,7 +165,7 @@ class ResponsesEvent(msgspec.Struct, kw_only=True):
     param: str | UnsetType | None = UNSET
 
 
-class ResponsesWriter:
+class ResponsesWriter(TypedEventsWriter):
     """Writes one answer. An event shows what there is when it is yielded: encode it before the next one.
 
     Args:
@@ -173,6 +175,8 @@ class ResponsesWriter:
     Attributes:
         answer: so far.
     """
+
+    answer: ResponsesAnswer
 
     def __init__(self, request: ResponsesRequest, tools: ChatTools) -> None:
         self._tools = tools
@@ -204,12 +208,12 @@ class ResponsesWriter:
         self._logprobs: list[ChatLogprob] = []  # of that item, too
         self._reasoning_tokens = 0
 
-    def begin(self, _: GenerateReply) -> Iterator[ResponsesEvent]:
+    def _begin(self, _: GenerateReply) -> Iterator[ResponsesEvent]:
         """Yields the first events."""
         yield self._event("response.created", response=self.answer)
         yield self._event("response.in_progress", response=self.answer)
 
-    def add(self, piece: GenerateReply) -> Iterator[ResponsesEvent]:
+    def _add(self, piece: GenerateReply) -> Iterator[ResponsesEvent]:
         """Yields the events of a piece."""
         self._tokens.add(piece.logprobs)
         if piece.reasoning:
@@ -226,7 +230,7 @@ class ResponsesWriter:
             yield from self._close("completed")
             yield from self._call(call)
 
-    def finish(self, last: GenerateReply, reason: FinishReason) -> Iterator[ResponsesEvent]:
+    def _finish(self, last: GenerateReply, reason: FinishReason) -> Iterator[ResponsesEvent]:
         """Yields the events of the end, but for the last one; the answer is complete then."""
         answer = self.answer
         if not answer.output:
@@ -237,14 +241,14 @@ class ResponsesWriter:
         tokens = last.prompt_tokens, last.completion_tokens, last.prompt_tokens + last.completion_tokens
         answer.usage = ResponsesUsage(*tokens, InputTokensDetails(), OutputTokensDetails(self._reasoning_tokens))
 
-    def end(self) -> ResponsesEvent:
+    def _end(self) -> ResponsesEvent:
         """Returns the last event."""
         return self._event(f"response.{self.answer.status}", response=self.answer)
 
-    def fail(self, error: ApiError) -> ResponsesEvent:
+    def fail(self, error: ApiError) -> bytes:
         """Returns the last event of an answer that fails. Clients look for the error in it, or for its parts."""
         body = error.envelope().error
-        return self._event("error", error=body, message=body.message, code=body.code, param=body.param)
+        return event(self._event("error", error=body, message=body.message, code=body.code, param=body.param), "error")
 
     def _grow(
         self, kind: type[OutputMessage | ReasoningItem], text: str, logprobs: Sequence[ChatLogprob] = ()

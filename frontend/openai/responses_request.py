@@ -18,10 +18,10 @@ import msgspec
 from msgspec import Meta
 
 from shmring.frontend.errors import ApiError, ErrorCode
-from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalPart
+from shmring.frontend.http.parsing import MEANS_NOTHING, BodyParser, misplaced
+from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalPart, Translation
 from shmring.frontend.openai.generation import GenerationRequest, Logprobs, TokenCount
-from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, MEANS_NOTHING, ContentPart, ImagePart, TextPart
-from shmring.frontend.openai.parsing import BodyParser, misplaced
+from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, ContentPart, ImagePart, TextPart
 from shmring.frontend.openai.responses_tools import ChatTools, ResponsesTool, ResponsesToolChoice, name_in_chat
 from shmring.frontend.openai.tools import FunctionCall, ToolCall, check_values
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
@@ -204,20 +204,22 @@ class _Place:
     calls: list[str] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(frozen=True)
-class TranslatedRequest:
+class TranslatedRequest(Translation):
     """The request of a chat, and where its parts stood.
 
+    Args:
+        chat, ignored: as any translation has them.
+        tools: of the chat.
+        places: of its messages.
+
     Attributes:
-        chat: asks for the same.
-        tools: its tools.
-        ignored: the first items that are not in it.
+        tools: of the chat.
     """
 
-    chat: ChatRequest
-    tools: ChatTools
-    ignored: list[str]
-    _places: list[_Place]
+    def __init__(self, chat: ChatRequest, ignored: list[str], tools: ChatTools, places: list[_Place]) -> None:
+        super().__init__(chat, ignored)
+        self.tools = tools
+        self._places = places
 
     def place_of(self, param: str | None) -> str | None:
         """Returns where in the caller's request the parameter stands that an error about the chat names."""
@@ -291,7 +293,7 @@ def translated(request: ResponsesRequest, conversation: Conversation | None = No
         raise misplaced(str(error), lambda param: _place_of(param, places, tools.places)) from None
     for name in _SAME:
         setattr(chat, name, getattr(request, name))
-    return TranslatedRequest(chat, tools, ignored[:_MAX_IGNORED], places)
+    return TranslatedRequest(chat, ignored[:_MAX_IGNORED], tools, places)
 
 
 def _made_fields(request: ResponsesRequest, messages: list[ChatMessageParam], tools: ChatTools) -> dict[str, Any]:

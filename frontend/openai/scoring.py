@@ -20,11 +20,12 @@ from msgspec import Meta
 
 from shmring.engine.protocol import Text
 from shmring.frontend.errors import ApiError, ErrorCode
+from shmring.frontend.http.parsing import BodyParser
 from shmring.frontend.http.responses import new_id
+from shmring.frontend.inference import Embedded, Encoding
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.embeddings import input_of
 from shmring.frontend.openai.messages import ContentPart, Priority
-from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = [
@@ -34,9 +35,8 @@ __all__ = [
     "RerankResponse",
     "ScoreRequest",
     "ScoreResponse",
-    "encode_reranked",
-    "score_response",
-    "take_pairs",
+    "encode_scores",
+    "read_pairs",
 ]
 
 
@@ -137,20 +137,16 @@ class RerankResponse(msgspec.Struct):
 
 
 class Pairs:
-    """The inputs of a request, each of which gets an embedding: those that are first in their pairs, and then the others.
+    """Whose embeddings are compared: those that are first in their pairs, and the others behind them.
 
     Attributes:
-        inputs: in this order.
         first: how many are first: one for all others, or as many.
         texts: of the others, for the answer; None for media.
-        param: the field of the others.
     """
 
-    def __init__(self, inputs: list[Text | MediaSource], first: int, texts: list[str | None], param: str) -> None:
-        self.inputs = inputs
+    def __init__(self, first: int, texts: list[str | None]) -> None:
         self.first = first
         self.texts = texts
-        self.param = param
 
     def scores(self, embeddings: torch.Tensor) -> list[float]:
         """Returns the cosine of each pair; takes milliseconds for thousands.
@@ -174,8 +170,8 @@ SCORE_PARSER = BodyParser(ScoreRequest)
 RERANK_PARSER = BodyParser(RerankRequest)
 
 
-def take_pairs(request: ScoreRequest | RerankRequest, max_inputs: int) -> Pairs:
-    """Takes the inputs out of a request, and empties the request, because they are most of its memory.
+def read_pairs(request: ScoreRequest | RerankRequest, max_inputs: int) -> tuple[Encoding, Pairs]:
+    """Returns what is to be embedded for a request; empties the request of its inputs, because they are most of its memory.
 
     Raises:
         ApiError: there are too many, or they make no pairs; or the request asks for something that is not implemented.
@@ -204,7 +200,7 @@ def take_pairs(request: ScoreRequest | RerankRequest, max_inputs: int) -> Pairs:
     if characters > _MAX_CHARACTERS:
         message = f"{names[1]} have {characters} characters, at most {_MAX_CHARACTERS} are accepted"
         raise ApiError(ErrorCode.TEXT_TOO_LONG, message, param=names[1])
-    return Pairs(inputs, len(first), texts, names[1])
+    return Encoding(request.model, inputs, request.priority or 0, names[1]), Pairs(len(first), texts)
 
 
 def _names_of(request: ScoreRequest) -> tuple[str, str]:
@@ -226,26 +222,31 @@ def _input_of(given: _Input, param: str) -> Text | MediaSource:
     return input_of(given, param) if isinstance(given, str) else input_of(given.content[0], f"{param}.content[0]")
 
 
-def score_response(model: str, scores: Sequence[float], prompt_tokens: int) -> ScoreResponse:
-    """Returns the answer to a :class:`ScoreRequest`."""
-    data = [Score(index, score) for index, score in enumerate(scores)]
-    return ScoreResponse(new_id("score-"), int(time.time()), model, data, ScoringUsage(prompt_tokens, prompt_tokens))
-
-
-async def encode_reranked(
-    request: RerankRequest, pairs: Pairs, scores: Sequence[float], prompt_tokens: int, gate: asyncio.Lock
+async def encode_scores(
+    request: ScoreRequest | RerankRequest, pairs: Pairs, embedded: Embedded, gate: asyncio.Lock
 ) -> list[bytes]:
-    """Encodes the answer, a :class:`RerankResponse`, in pieces: it has the documents.
+    """Encodes the answer in pieces.
 
     Args:
-        request: says how many.
+        request: says in which form.
         pairs: its inputs.
-        scores: of the documents.
-        prompt_tokens: of all inputs.
+        embedded: their embeddings.
         gate: of all large answers of this process; it is held for one piece.
     """
+    scores = await asyncio.to_thread(pairs.scores, embedded.embeddings)
+    usage = ScoringUsage(embedded.prompt_tokens, embedded.prompt_tokens)
+    if isinstance(request, RerankRequest):
+        return await _encode_reranked(request, pairs, scores, usage, gate)
+    data = [Score(index, score) for index, score in enumerate(scores)]
+    return [msgspec.json.encode(ScoreResponse(new_id("score-"), int(time.time()), request.model, data, usage))]
+
+
+async def _encode_reranked(
+    request: RerankRequest, pairs: Pairs, scores: Sequence[float], usage: ScoringUsage, gate: asyncio.Lock
+) -> list[bytes]:
+    """It has the documents, and so it comes in pieces."""
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: request.top_n or None]
-    empty = RerankResponse(new_id("rerank-"), request.model, [], ScoringUsage(prompt_tokens, prompt_tokens))
+    empty = RerankResponse(new_id("rerank-"), request.model, [], usage)
     before, _, after = msgspec.json.encode(empty).partition(_NO_RESULTS)
     pieces = [before + _NO_RESULTS[:-1]]
     results: list[RerankResult] = []

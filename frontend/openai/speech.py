@@ -8,32 +8,42 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import quote
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from shmring.engine.protocol import GenerateReply, GenerateRequest, SamplingParams, SpeechParams, SpeechSegment, SpeechWord
+from shmring.engine.protocol import (
+    GenerateReply,
+    GenerateRequest,
+    ModelDescription,
+    SamplingParams,
+    SpeechParams,
+    SpeechSegment,
+    SpeechWord,
+)
+from shmring.frontend.answer import Answer
 from shmring.frontend.errors import ApiError, ErrorCode
+from shmring.frontend.http.parsing import invalid_value
+from shmring.frontend.http.sse import event
+from shmring.frontend.inference import Generation, Words
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.forms import Form, names_of
 from shmring.frontend.openai.messages import INT64, Priority
-from shmring.frontend.openai.parsing import invalid_value
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = [
     "SpeechEvent",
     "SpeechTask",
+    "SpeechWriter",
     "Transcription",
     "TranscriptionRequest",
     "TranslationRequest",
     "VerboseTranscription",
-    "done_event",
-    "speech_request",
     "read_form",
-    "whole_answer",
+    "read_speech",
 ]
 
 SpeechTask: TypeAlias = Literal["transcribe", "translate"]
@@ -202,28 +212,64 @@ def _granularities(request: TranslationRequest) -> Sequence[str]:
     return (request.timestamp_granularities if isinstance(request, TranscriptionRequest) else None) or ()
 
 
-def speech_request(request: TranslationRequest, task: SpeechTask, file: bytes) -> tuple[GenerateRequest, list[MediaSource]]:
-    """Returns the request for the engine, and its recording."""
+class _SpeechWords(Words):
+    """How a request has called what only some models can."""
+
+    def check(self, request: GenerateRequest, description: ModelDescription) -> list[str]:
+        """Refuses times of words, if the model does not say them."""
+        if request.speech is not None and request.speech.words and not description.word_times:
+            text = f"the model {description.model!r} does not say when words are said: timestamp_granularities can be segment"
+            raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="timestamp_granularities")
+        return []
+
+
+def read_speech(request: TranslationRequest, task: SpeechTask, form: Form) -> Generation:
+    """Returns what a request asks for; takes the recording out of its form."""
     language = request.language if isinstance(request, TranscriptionRequest) else None
     sampling = SamplingParams(temperature=request.temperature or 0.0, seed=request.seed)
     speech = SpeechParams(task, language, "word" in _granularities(request))
     generate_request = GenerateRequest(
         sampling=sampling, priority=request.priority or 0, prompt=request.prompt or None, speech=speech
     )
-    return generate_request, [MediaSource("audio", "file", file=file)]
+    file, form.file = form.file or b"", None
+    sources = [MediaSource("audio", "file", file=file)]
+    return Generation(task, request.model, [generate_request], sources, bool(request.stream), _SpeechWords(), "file")
 
 
-def whole_answer(
-    request: TranslationRequest, task: SpeechTask, pieces: Sequence[GenerateReply], sound_s: float
-) -> msgspec.Struct | str:
-    """Returns the answer to a recording; a text, if that is wanted.
+class SpeechWriter:
+    """Writes what is said in a recording.
 
     Args:
         request: says in which form.
-        task: what was to be written.
-        pieces: what the engine has written.
-        sound_s: how long the recording is.
+        task: what is to be written.
     """
+
+    fail = None  # errors of streams are as everywhere
+
+    def __init__(self, request: TranslationRequest, task: SpeechTask) -> None:
+        self._request = request
+        self._task: SpeechTask = task
+
+    async def whole(self, answer: Answer) -> msgspec.Struct | str:
+        """Returns the whole answer; a text, if that is wanted."""
+        pieces = [piece async for piece in answer]
+        return _whole_answer(self._request, self._task, pieces, answer.facts.sound_s)
+
+    async def events(self, answer: Answer) -> AsyncGenerator[bytes, None]:
+        """Yields the answer as events."""
+        texts: list[str] = []
+        async for piece in answer:
+            text = piece.text if texts else piece.text.lstrip()
+            if text:
+                texts.append(text)
+                yield event(SpeechEvent(type="transcript.text.delta", delta=text))
+        tokens = answer.prompt_tokens, answer.completion_tokens
+        yield event(SpeechEvent(type="transcript.text.done", text="".join(texts), usage=SpeechTokens(*tokens, sum(tokens))))
+
+
+def _whole_answer(
+    request: TranslationRequest, task: SpeechTask, pieces: Sequence[GenerateReply], sound_s: float
+) -> msgspec.Struct | str:
     text = "".join([piece.text for piece in pieces]).strip()
     segments = [segment for piece in pieces for segment in piece.segments]
     match request.response_format:
@@ -249,12 +295,6 @@ def whole_answer(
                 usage=_usage(sound_s),
             )
     return Transcription(text, _usage(sound_s))
-
-
-def done_event(text: str, last: GenerateReply) -> SpeechEvent:
-    """Returns the last event of a stream: all of its text, and the tokens that its last piece tells of."""
-    tokens = last.prompt_tokens, last.completion_tokens, last.prompt_tokens + last.completion_tokens
-    return SpeechEvent(type="transcript.text.done", text=text, usage=SpeechTokens(*tokens))
 
 
 def _usage(sound_s: float) -> SpeechUsage:

@@ -9,11 +9,12 @@ from msgspec import Meta
 
 from shmring.engine.protocol import GenerateRequest
 from shmring.frontend.errors import ApiError, ErrorCode
+from shmring.frontend.http.parsing import BodyParser
+from shmring.frontend.inference import Generation
 from shmring.frontend.openai.chat import ChatMessageParam, engine_messages
 from shmring.frontend.openai.completions import check_prompt
 from shmring.frontend.openai.generation import Token
 from shmring.frontend.openai.messages import MAX_MESSAGES
-from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.openai.tools import Tools, check_values, engine_tools
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
@@ -24,8 +25,8 @@ __all__ = [
     "DetokenizeResponse",
     "TokenizeRequest",
     "TokenizeResponse",
-    "detokenizing",
-    "tokenizing",
+    "read_detokenize",
+    "read_tokenize",
 ]
 
 
@@ -75,8 +76,8 @@ TOKENIZE_PARSER = BodyParser(TokenizeRequest)
 DETOKENIZE_PARSER = BodyParser(DetokenizeRequest)
 
 
-def tokenizing(request: TokenizeRequest) -> GenerateRequest:
-    """Returns the request for the engine.
+def read_tokenize(request: TokenizeRequest) -> Generation:
+    """Returns what a request asks for.
 
     Raises:
         ApiError: it asks for something that is not implemented, or for nothing.
@@ -85,11 +86,8 @@ def tokenizing(request: TokenizeRequest) -> GenerateRequest:
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(ErrorCode.INVALID_VALUE, "send either prompt or messages", param="prompt")
     if request.prompt is not None:
-        return GenerateRequest(
-            prompt=check_prompt(request.prompt, "prompt"),
-            add_special_tokens=request.add_special_tokens is not False,
-            tokenize=True,
-        )
+        prompt, adds = check_prompt(request.prompt, "prompt"), request.add_special_tokens is not False
+        return Generation("tokenize", request.model, [GenerateRequest(prompt=prompt, add_special_tokens=adds)])
     if request.add_special_tokens:
         text = "add_special_tokens is for prompts: a chat template writes all tokens of messages"
         raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="add_special_tokens")
@@ -98,9 +96,10 @@ def tokenizing(request: TokenizeRequest) -> GenerateRequest:
         raise ApiError(ErrorCode.UNSUPPORTED_INPUT, "media are not tokenised; leave them out", param=sources[0].param)
     options = request.chat_template_kwargs or {}
     check_values(options, "chat_template_kwargs")
-    return GenerateRequest(messages, tokenize=True, tools=engine_tools(request.tools or []), template_options=options)
+    tools = engine_tools(request.tools or [])
+    return Generation("tokenize", request.model, [GenerateRequest(messages, tools=tools, template_options=options)])
 
 
-def detokenizing(request: DetokenizeRequest) -> GenerateRequest:
-    """Returns the request for the engine."""
-    return GenerateRequest(prompt=request.tokens, tokenize=True)
+def read_detokenize(request: DetokenizeRequest) -> Generation:
+    """Returns what a request asks for."""
+    return Generation("tokenize", request.model, [GenerateRequest(prompt=request.tokens)])

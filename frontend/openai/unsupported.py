@@ -1,7 +1,7 @@
 """Fields of requests that this server does not implement. The type of a request declares such a field with :func:`only` and the
 values that change nothing, because clients often send these values. Any other value is refused.
 
-Fields that no type declares are ignored, and the answer names them (:mod:`shmring.frontend.openai.parsing`). So a type must
+Fields that no type declares are ignored, and the answer names them (:mod:`shmring.frontend.http.parsing`). So a type must
 declare each field that would change an answer. ``docs/compatibility.md`` lists the fields of vLLM.
 """
 

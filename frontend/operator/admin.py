@@ -24,9 +24,9 @@ from shmring.core.loggers import logger_of
 from shmring.engine.client import EngineClient
 from shmring.frontend.callers.authentication import Authentication
 from shmring.frontend.errors import ApiError, ErrorCode
+from shmring.frontend.http.parsing import BodyParser
 from shmring.frontend.http.responses import JsonResponse
 from shmring.frontend.http.shared_answer import SharedAnswer
-from shmring.frontend.openai.parsing import BodyParser
 from shmring.frontend.operator.observation import ObservedRoute
 from shmring.frontend.settings import FrontendSettings
 

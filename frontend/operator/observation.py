@@ -18,7 +18,7 @@ from shmring.core.loggers import logger_of
 from shmring.core.printable import printable
 from shmring.frontend.errors import ErrorCode, unavailable
 from shmring.frontend.http.cross_origin import HeadersFor
-from shmring.frontend.http.responses import error_response, random_digits
+from shmring.frontend.http.responses import ErrorForm, error_response, random_digits
 from shmring.frontend.http.sse import CONTENT_TYPE, event_of_error
 from shmring.frontend.operator.metrics import HttpStatistics
 from shmring.service.logs import ACCESS, concerned
@@ -177,12 +177,20 @@ class ObservedRoute(Route):
         handler: returns the answer to a request.
         methods: that it takes.
         middleware: of it.
+        error_form: of errors that its callers get; None: OpenAI's.
     """
 
     def __init__(
-        self, path: str, handler: Handler, *, methods: Sequence[str] = ("GET",), middleware: Sequence[Middleware] = ()
+        self,
+        path: str,
+        handler: Handler,
+        *,
+        methods: Sequence[str] = ("GET",),
+        middleware: Sequence[Middleware] = (),
+        error_form: ErrorForm | None = None,
     ) -> None:
         super().__init__(path, _Endpoint(handler), methods=methods, middleware=middleware)
+        self._error_form = error_form
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
@@ -191,7 +199,8 @@ class ObservedRoute(Route):
 
     def note(self, scope: Scope) -> None:
         """Notes that it answers a request."""
-        scope.setdefault("state", {})["route"] = self.path_format
+        state = scope.setdefault("state", {})
+        state["route"], state["error_form"] = self.path_format, self._error_form
 
 
 def answer_has_begun(scope: Scope) -> bool:

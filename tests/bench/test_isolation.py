@@ -16,8 +16,8 @@ from bench.isolation.attacks import EMBEDDING_ATTACKS, NUMBER
 from bench.isolation.chats import CHAT_ATTACKS
 from bench.isolation.command import PLAN, Waits
 from bench.results import Findings
-from shmring.frontend.openai.chat import CHAT_FORM
-from shmring.frontend.openai.completions import COMPLETION_FORM
+from shmring.frontend.openai.chat import CHAT_PARSER, read_chat
+from shmring.frontend.openai.completions import COMPLETION_PARSER, read_completion
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, EmbeddingRequest
 from tests.tables import for_each
 
@@ -70,10 +70,11 @@ def test_what_is_not_refused_is_a_request(attack: Any) -> None:
 
 @for_each("attack", CHAT_ATTACKS)
 def test_chats_are_requests_and_so_are_those_beside_them(attack: Any) -> None:
-    form = COMPLETION_FORM if attack.path == "/v1/completions" else CHAT_FORM
-    requests, _ = form.engine_requests(form.parser.parse(attack.body()))
-    assert requests
-    assert CHAT_FORM.engine_requests(CHAT_FORM.parser.parse(attack.small))[0]
+    if attack.path == "/v1/completions":
+        assert read_completion(COMPLETION_PARSER.parse(attack.body())).requests
+    else:
+        assert read_chat(CHAT_PARSER.parse(attack.body())).requests
+    assert read_chat(CHAT_PARSER.parse(attack.small)).requests
 
 
 @for_each(("hangs_up", "chunked"), [(False, False), (True, False), (False, True)])

@@ -42,7 +42,7 @@ from bench.serving.plan import NOTHING_KEPT, PRESETS, Endpoint, Load, Media
 from bench.serving.run import cpu_s, serving
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.chat import CHAT_PARSER, engine_request
-from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, take_inputs
+from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, read_embedding
 from tests.nursery import Nursery
 from tests.tables import for_each
 
@@ -76,7 +76,7 @@ def test_the_server_reads_what_is_sent(media: Media | None) -> None:
     assert generation.sampling.max_tokens == 9
     embeddings = msgspec.structs.replace(chats, endpoint="embeddings")
     body = Requests(embeddings, "a model", media_parts(embeddings)).body(3)
-    [one] = take_inputs(EMBEDDING_PARSER.parse(body), 1)
+    [one] = read_embedding(EMBEDDING_PARSER.parse(body), 1).inputs
     assert isinstance(one, MediaSource) == bool(kinds)
 
 

@@ -31,15 +31,22 @@ _KEY = bytes(32)
 
 @dataclass
 class Journey:
-    """The Python functions of shmring that were called, in their order: file and name."""
+    """The Python functions of shmring that were called, in their order: file and name.
 
+    Attributes:
+        of: the folder whose files count; all of them, if it is empty.
+    """
+
+    of: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
+        place = str(Path(_PRODUCT, self.of))
+
         def note(frame: FrameType, event: str, _: object) -> None:
             code = frame.f_code
-            if event == "call" and code.co_filename.startswith(_PRODUCT):
+            if event == "call" and code.co_filename.startswith(place):
                 self.calls.append((code.co_filename[len(_PRODUCT) + 1 :], code.co_qualname))
 
         sys.setprofile(note)

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import shmring
-from shmring.frontend import inference
+from shmring.frontend import app
 from shmring.frontend.media.decoder_pool import DecoderDiedError, DecoderPool
 from shmring.frontend.settings import CorsSettings
 from tests.frontend.talking import picture_url
@@ -271,7 +271,7 @@ async def test_a_bug_is_500_and_tells_nothing(
     def break_down(*_: object) -> None:
         raise KeyError("a secret")
 
-    monkeypatch.setattr(inference, "take_inputs", break_down)
+    monkeypatch.setattr(app, "read_embedding", break_down)
     http = await open_app(await open_engine())
     response = await http.post(EMBEDDINGS, json=ONE, headers={"x-request-id": "the-one"})
     error = error_of(response, 500)

@@ -25,8 +25,9 @@ from shmring.engine.protocol import (
     TextPart,
 )
 from shmring.engine.scheduler import SchedulerConfig
+from shmring.frontend.answer import Answer
 from shmring.frontend.callers.admission import Admitted
-from shmring.frontend.inference import Inference
+from shmring.frontend.inference import Generation, Inference
 from tests.frontend.talking import OpenTalk, alone, data_events
 from tests.waiting import eventually
 
@@ -172,8 +173,8 @@ async def test_the_deadline_is_of_all_of_it(
     """Of a stream, the time is over when it has begun: not by a clock, or a busy machine would let it pass before that."""
     begin = Inference.begin
 
-    async def begin_in_time(service: Inference, form: Any, request: Any, admitted: Admitted, request_id: str) -> Any:
-        answer = await begin(service, form, request, admitted, request_id)
+    async def begin_in_time(service: Inference, generation: Generation, admitted: Admitted, request_id: str) -> Answer:
+        answer = await begin(service, generation, admitted, request_id)
         admitted.deadline = asyncio.get_running_loop().time()
         return answer
 

@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion
 
 import shmring
 from shmring.engine.protocol import GenerateReply, TokenLogprobs
-from shmring.frontend import inference
+from shmring.frontend.openai import choices
 from tests.frontend.talking import OpenTalk, data_events
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -161,14 +161,14 @@ async def test_a_request_has_so_many_logprobs_at_most(open_talk: OpenTalk, strea
 
 async def test_logprobs_are_held_in_one_form_only(open_talk: OpenTalk, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
-    add = inference._Parts.add
+    add = choices._Part.add
 
     def noted(parts: Any, piece: Any) -> Any:
         result = add(parts, piece)
         held.extend(piece.logprobs for piece in parts.pieces)
         return result
 
-    monkeypatch.setattr(inference._Parts, "add", noted)
+    monkeypatch.setattr(choices._Part, "add", noted)
     talk = await open_talk(likely)
     await talk.ask(CHATS, CHAT, logprobs=True)
     assert held == [[], [], []]

@@ -59,7 +59,7 @@ async def test_the_nearest_document_is_first(talk: Talk) -> None:
 
 def test_rounding_leads_to_no_score_beyond_one() -> None:
     vectors = torch.randn(1000, 512, generator=torch.Generator().manual_seed(0))
-    scores = Pairs([], 1000, [], "documents").scores(torch.cat([vectors, vectors]))
+    scores = Pairs(1000, []).scores(torch.cat([vectors, vectors]))
     assert torch.nn.functional.cosine_similarity(vectors, vectors).max() > 1, "it would otherwise"
     assert max(scores) == 1
 

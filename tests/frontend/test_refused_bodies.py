@@ -603,13 +603,14 @@ async def test_a_model_says_what_it_does_to_who_asks_for_something_else(open_tal
     """And a server has no other model."""
     talk = await open_talk(description=msgspec.structs.replace(MODEL, tasks=tasks))
     for route, name in NAMES.items():
+        fields = {TOKENIZE: {"prompt": "a"}, EMBEDDINGS: {"input": "a"}}.get(route, {})
         if (name == "embeddings") != (tasks == ["encode"]):
-            status, error = await error_of(talk, route, {})
+            status, error = await error_of(talk, route, fields)
             assert (status, error["code"], error["param"]) == (400, "unsupported_task", "model"), route
             assert (
                 f"'m' does not do {name}, it does {'embeddings' if tasks == ['encode'] else 'chat completions'}"
                 in error["message"]
             )
-        status, error = await error_of(talk, route, {"model": "another"})
+        status, error = await error_of(talk, route, {**fields, "model": "another"})
         assert (status, error["code"], error["param"]) == (404, "model_not_found", "model"), route
     assert talk.requests == []

@@ -9,6 +9,7 @@ import pytest
 
 import shmring
 from shmring.frontend.errors import ApiError
+from shmring.frontend.openai.models import models_of
 from shmring.frontend.served_model import ServedModel
 from tests.waiting import eventually
 
@@ -48,12 +49,12 @@ async def test_names_and_tasks_are_checked(open_engine: Any) -> None:
 async def test_the_list_says_what_is_made_up(open_core: Any) -> None:
     engine = await open_core()
     model = ServedModel(engine.client, ())
-    [listed] = (await model.list()).data
+    [listed] = models_of(await model.served())
     assert (listed.id, "synthetic" in listed.owned_by) == ("shmring-synthetic", True)
     await engine.ring.close()
     await eventually(lambda: not engine.client.is_running)
-    assert (await model.list()).data == [listed]
+    assert models_of(await model.served()) == [listed]
     with pytest.raises(shmring.EngineDeadError):
         await model.check("shmring-synthetic", "generate")
     with pytest.raises(shmring.EngineDeadError):
-        await ServedModel(engine.client, ()).list()
+        await ServedModel(engine.client, ()).served()

@@ -765,7 +765,7 @@ FAULTS = (
         ),
     ),
     *faults_in(
-        "frontend/inference.py",
+        "frontend/openai/chat.py",
         (
             "the form of a function is sought by a part of its name",
             "parameters_of(tool.function.name) in message",

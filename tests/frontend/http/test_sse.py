@@ -61,7 +61,7 @@ async def send(stream: Stream, caller: Caller, deadline_s: float = 10.0) -> None
     async def receive() -> Any:
         raise AssertionError("somebody else listens")
 
-    await response({"type": "http", "path": "/v1/chat/completions"}, receive, caller.send)
+    await response({"type": "http", "state": {}}, receive, caller.send)
 
 
 def test_an_event_is_one_line() -> None:

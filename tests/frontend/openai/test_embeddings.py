@@ -13,14 +13,14 @@ import torch
 
 from shmring.engine.protocol import Text
 from shmring.frontend.errors import ApiError
+from shmring.frontend.inference import check_dimensions
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.embeddings import (
     EMBEDDING_PARSER,
     EmbeddingInputs,
     EmbeddingResponse,
-    check_dimensions,
     encode_response,
-    take_inputs,
+    read_embedding,
 )
 from tests.tables import for_each
 
@@ -45,7 +45,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,x", "detail": "auto"}}
 )
 def test_inputs_come_out_in_order_and_with_their_place(body: Any, inputs: Any) -> None:
     request = EMBEDDING_PARSER.parse(msgspec.json.encode({"model": "m"} | body))
-    assert take_inputs(request, 3) == inputs
+    assert read_embedding(request, 3).inputs == inputs
     assert (request.messages, request.input) == (None, None), "their URLs are held once"
 
 
@@ -83,9 +83,8 @@ async def test_a_vector_that_is_cut_to_nothing_stays_finite() -> None:
 
 
 async def test_more_dimensions_than_there_are_is_refused() -> None:
-    request = EMBEDDING_PARSER.parse(b'{"model": "m", "dimensions": 5}')
-    check_dimensions(request, None)
-    check_dimensions(request, 5)
+    check_dimensions(5, None)
+    check_dimensions(5, 5)
     with pytest.raises(ApiError, match="dimensions is 5, the model's embeddings have 4") as raised:
         await answered(VECTORS[:, :4], dimensions=5)
     assert (raised.value.status, raised.value.param) == (400, "dimensions")

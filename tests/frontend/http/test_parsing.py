@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shmring.frontend.openai import parsing
+from shmring.frontend.http import parsing
 from shmring.frontend.openai.chat import CHAT_PARSER, ChatRequest
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
 from tests.tables import for_each

@@ -22,9 +22,12 @@ from urllib.parse import quote
 import msgspec
 
 from shmring.frontend.errors import ApiError, ErrorCode
-from shmring.frontend.openai.messages import MEANS_NOTHING
 
-__all__ = ["BodyParser", "invalid_value", "misplaced"]
+__all__ = ["MEANS_NOTHING", "BodyParser", "invalid_value", "misplaced"]
+
+#: The values of a field without meaning here that may be ignored silently. For other values, the caller is told that the field
+#: was ignored.
+MEANS_NOTHING = "means_nothing"
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
 
