@@ -11,8 +11,8 @@ A request passes these steps in order. A request that waits for one step holds n
    copy them to.
 
 The server (uvicorn) never cancels a handler: it only answers ``receive()`` with ``http.disconnect``, for which a second task
-would have to wait. Our protocol calls a function instead (:func:`~shmring.frontend.callers.caller.on_hang_up`), which cancels
-what the request waits for: more of its body, memory, a place, or its handler. So does an operator (:meth:`Admission.abort`),
+would have to wait. Our protocol calls a function instead (:mod:`shmring.frontend.http.watch`), which cancels what the request
+waits for: more of its body, memory, a place, or its handler. So does an operator (:meth:`Admission.abort`),
 until the request is about to be sent to the engine, which ends it from then on.
 
 After a refusal the rest of the body is read and dropped by the server, not cut off: closing a connection that still
@@ -29,10 +29,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from shmring.frontend.callers.caller import caller, caller_of, on_hang_up
+from shmring.frontend.callers.caller import caller, caller_of
 from shmring.frontend.callers.places import Places
 from shmring.frontend.errors import aborted
 from shmring.frontend.http.bodies import BodyReader, BodyShare, HungUp
+from shmring.frontend.http.watch import Watch, watch_of
 from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["Admission", "AdmissionMiddleware", "Admitted", "admitted_of"]
@@ -177,9 +178,10 @@ class Admission:
         admitted.task = asyncio.current_task()
         caller.set(who)
         self._requests.add(admitted)
+        watch = watch_of(scope)
         try:
-            on_hang_up(receive, admitted.hang_up)
-            await self._answer(scope, receive, send, app, admitted, nbytes, is_form=is_form)
+            watch.on_hang_up = admitted.hang_up
+            await self._answer(scope, receive, send, app, admitted, nbytes, watch, is_form=is_form)
             return
         except HungUp:  # the reader of the body was told
             return
@@ -188,7 +190,7 @@ class Admission:
             if why is None:
                 raise
         finally:
-            on_hang_up(receive, None)
+            watch.on_hang_up = None
             self._requests.discard(admitted)
             admitted.release_turn()
             admitted.long_texts = {}  # the connection knows this request until the next one comes
@@ -203,11 +205,12 @@ class Admission:
         app: ASGIApp,
         admitted: Admitted,
         announced_nbytes: int,
+        watch: Watch,
         *,
         is_form: bool,
     ) -> None:
-        body_share = admitted.body_share
-        read, admitted.long_texts = await self._bodies.read(receive, body_share, announced_nbytes, is_form=is_form)
+        share = admitted.body_share
+        read, admitted.long_texts = await self._bodies.read(receive, share, announced_nbytes, watch, is_form=is_form)
         body = [read]  # so the code that removes it can let go of it
         del read
         admitted.arrived_at = time.monotonic()

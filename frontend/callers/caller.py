@@ -1,17 +1,16 @@
 """The caller of a request: the owner of its key, or else the key, or an address if no key is needed. Shared resources are given
-to callers in turn, and not to requests. And when the caller hangs up."""
+to callers in turn, and not to requests."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope
+    from starlette.types import Scope
 
-__all__ = ["caller", "caller_of", "on_hang_up"]
+__all__ = ["caller", "caller_of"]
 
 _NETWORK_BITS = 64  # of an IPv6 address: the smallest network, whose owner may send from any address in it
 
@@ -35,19 +34,3 @@ def caller_of(scope: Scope) -> str:
         return str(client[0])
     network = ipaddress.IPv6Network((address, _NETWORK_BITS), strict=False)
     return str(address.ipv4_mapped or network)
-
-
-def on_hang_up(receive: Receive, function: Callable[[], None] | None) -> None:
-    """Has a function called when the caller of a request hangs up before its answer is complete. (If that has happened already,
-    ``receive()`` says so.)
-
-    ASGI has only ``receive()`` for that, for which somebody would have to wait. Our server's is a method of an object that can
-    be told what to call. With another server, nothing is called.
-
-    Args:
-        receive: of the request.
-        function: must not raise; None: nothing is called any more.
-    """
-    watch = getattr(getattr(receive, "__self__", None), "watch_caller", None)
-    if watch is not None:
-        watch(function)

@@ -25,11 +25,11 @@ from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 from starlette.types import Message, Receive, Scope
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from shmring.frontend.errors import ApiError, ErrorCode, unavailable
 from shmring.frontend.http.body_scan import BodyScan, has_too_many_values, too_many_values
 from shmring.frontend.http.cross_origin import check_origin
+from shmring.frontend.http.watch import Watch
 from shmring.frontend.settings import FrontendSettings
 
 __all__ = ["Body", "BodyMemory", "BodyReader", "BodyShare", "HungUp"]
@@ -202,13 +202,16 @@ class BodyReader:
             raise ApiError(ErrorCode.UNSUPPORTED_CONTENT_ENCODING, message, headers={"accept-encoding": "identity"})
         return nbytes
 
-    async def read(self, receive: Receive, share: BodyShare, announced_nbytes: int, *, is_form: bool = False) -> Body:
+    async def read(
+        self, receive: Receive, share: BodyShare, announced_nbytes: int, watch: Watch, *, is_form: bool = False
+    ) -> Body:
         """Reads a body.
 
         Args:
             receive: as ASGI has it.
             share: grows with the body. Its owner releases it, also after an error.
             announced_nbytes: what :meth:`check_head` returned.
+            watch: says whether all of it is there.
             is_form: whether it is a form, in which no values of JSON are counted.
 
         Raises:
@@ -216,7 +219,7 @@ class BodyReader:
                 came free in time.
             HungUp: the caller has gone.
         """
-        if 0 < announced_nbytes <= _FREE_NBYTES and _is_there(receive):  # as nearly all are: no memory, no time, no long text
+        if 0 < announced_nbytes <= _FREE_NBYTES and watch.has_all:  # as nearly all are: no memory, no time, no long text
             chunk, _ = _piece_of(await receive())
             if not is_form and has_too_many_values(chunk):
                 raise too_many_values()
@@ -227,7 +230,7 @@ class BodyReader:
         nbytes, more = 0, True
         try:
             while more:
-                chunk, more = await _receive(receive, pace, share)
+                chunk, more = await _receive(receive, watch, pace, share)
                 nbytes += len(chunk)
                 self._check_size(nbytes)
                 if (lacking_nbytes := nbytes - _FREE_NBYTES - share.nbytes) > 0:
@@ -241,15 +244,15 @@ class BodyReader:
                 body.clear()
                 scan.long_texts.clear()
                 share.release()
-                await self._drop(receive, pace, share)
+                await self._drop(receive, watch, pace, share)
             raise
         return Body(cast(bytes, body), scan.long_texts)  # ASGI asks for bytes; their readers can read it, without a copy
 
-    async def _drop(self, receive: Receive, pace: _Pace, share: BodyShare) -> None:
+    async def _drop(self, receive: Receive, watch: Watch, pace: _Pace, share: BodyShare) -> None:
         """Reads the rest of a body, at most as much as a whole one may have."""
         left, more = self._max_nbytes, True
         while more and left > 0:
-            chunk, more = await _receive(receive, pace, share)
+            chunk, more = await _receive(receive, watch, pace, share)
             pace.advance(len(chunk), share.overdraws)
             left -= len(chunk)
 
@@ -268,10 +271,10 @@ class BodyReader:
             raise ApiError(ErrorCode.BODY_TOO_LARGE, message)
 
 
-async def _receive(receive: Receive, pace: _Pace, share: BodyShare) -> tuple[bytes, bool]:
+async def _receive(receive: Receive, watch: Watch, pace: _Pace, share: BodyShare) -> tuple[bytes, bool]:
     """Returns the next piece, and whether there is more."""
     try:
-        if _is_there(receive):
+        if watch.has_all:  # then no timer is needed
             message = await receive()
         else:
             async with asyncio.timeout_at(pace.deadline(share.overdraws)):
@@ -286,12 +289,6 @@ def _piece_of(message: Message) -> tuple[bytes, bool]:
     if message["type"] != "http.request":
         raise HungUp
     return message.get("body", b""), message.get("more_body", False)
-
-
-def _is_there(receive: Receive) -> bool:
-    """Whether the rest of the body is in uvicorn's hands, so that ``receive`` returns at once: then no timer is needed."""
-    cycle = getattr(receive, "__self__", None)
-    return isinstance(cycle, RequestResponseCycle) and not cycle.more_body
 
 
 class _Pace:

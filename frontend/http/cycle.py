@@ -4,20 +4,20 @@ uvicorn's looks at each header for itself, and writes a short answer in two piec
 its head sent with its first bytes. An answer of unknown length is sent in chunks, but to a caller of HTTP/1.0 as it is: it ends
 with the connection.
 
-uvicorn says that a caller has hung up only to who waits for it. Here it is a call
-(:func:`shmring.frontend.callers.caller.on_hang_up`).
+uvicorn says that a caller has hung up only to who waits for it. Here it is a call (:mod:`shmring.frontend.http.watch`).
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from shmring.core.compiled import done
+from shmring.frontend.http.watch import EXTENSION, Watch
 
 __all__ = ["Cycle"]
 
@@ -27,21 +27,18 @@ _NOT_IN_A_HEADER = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 class Cycle(RequestResponseCycle):
     """See the head of this file. :class:`~shmring.frontend.http.protocol.BoundedHttpProtocol` makes them."""
 
-    _on_hang_up: Callable[[], None] | None = None
-    _head = b""  # of an answer whose body has not begun
-    _is_open = False  # the answer ends with the connection
-
-    def watch_caller(self, on_hang_up: Callable[[], None] | None) -> None:
-        """Sets what is called when the caller hangs up; see :func:`~shmring.frontend.callers.caller.on_hang_up`."""
-        self._on_hang_up = on_hang_up
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.watch = Watch()
+        self.scope["extensions"] = {EXTENSION: {"watch": self.watch}}
+        self._head = b""  # of an answer whose body has not begun
+        self._is_open = False  # the answer ends with the connection
 
     def hang_up(self) -> None:
         """The caller has gone."""
         self.disconnected = True
         self.message_event.set()
-        on_hang_up, self._on_hang_up = self._on_hang_up, None  # its end may be seen twice
-        if on_hang_up is not None:
-            on_hang_up()
+        self.watch.hang_up()
 
     def send(self, message: Any) -> Awaitable[None]:  # type: ignore[override]  # mostly, there is nothing to wait for
         """Sends the head of the answer, or a part of its body.

@@ -41,6 +41,7 @@ import os
 import re
 import secrets
 import select
+import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         turns: of the connections that have sent much; one for all connections of a loop.
         arguments, keywords: uvicorn's.
     """
+
+    cycle: Cycle
 
     def __init__(
         self,
@@ -329,15 +332,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_came()
         self._announced_nbytes = _check_head(self.parser.get_http_version(), self.headers)
-        super().on_headers_complete()
-        cycle = self.cycle
-        cycle.__class__ = Cycle  # uvicorn can't be told of it; the request's task runs later
-        assert isinstance(cycle, Cycle), "just made one"
-        if self._is_ending():
-            cycle.keep_alive = False
-        if not self.pipeline:
-            self._running = cycle
+        self._begin(httptools.parse_url(self.url))
+
+    def _begin(self, url: Any) -> None:
+        """Begins to answer the request, or has it wait for those before it. (uvicorn's own would make a cycle of uvicorn's.)"""
+        version, path, scope = self.parser.get_http_version(), url.path.decode("ascii"), self.scope
+        scope["method"], scope["http_version"] = self.parser.get_method().decode("ascii"), version
+        scope["path"] = self.root_path + (urllib.parse.unquote(path) if "%" in path else path)
+        scope["raw_path"], scope["query_string"] = self.root_path.encode("ascii") + url.path, url.query or b""
+        previous = self.cycle
+        self.cycle = Cycle(
+            scope=scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and self.parser.should_keep_alive() and not self._is_ending(),
+            on_response=self.on_response_complete,
+        )
+        if previous is None or previous.response_complete:
+            self._running = self.cycle
+            self._start_asgi_task(self.cycle, self.app)
         else:
+            self.pipeline.appendleft((self.cycle, self.app))
             self.flow.resume_reading()
 
     def on_chunk_header(self) -> None:
@@ -364,6 +385,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         self._overhead_nbytes = 0
         super().on_message_complete()
+        self.cycle.watch.has_all = not self.cycle.more_body
         if self._running is self.cycle:
             self.flow.resume_reading()  # a large last part had it paused, and nobody else would see the caller hang up
 

@@ -16,6 +16,7 @@ from shmring.engine.executors.interface import StepInput
 from shmring.engine.protocol import EncodeRequest, Picture, Text
 from shmring.frontend.errors import ApiError
 from shmring.frontend.http.bodies import BodyReader, BodyShare
+from shmring.frontend.http.watch import Watch
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, EmbeddingInputs, EmbeddingRequest, encode_response
 from shmring.frontend.settings import FrontendSettings
 from tests.tables import for_each
@@ -60,7 +61,7 @@ async def test_reading_a_body_takes_little_at_a_time(name: str) -> None:
 
     turns = Turns()
     with contextlib.suppress(ApiError):
-        read = await reader.read(receive, BodyShare(reader.memory), len(body))
+        read = await reader.read(receive, BodyShare(reader.memory), len(body), Watch())
         EMBEDDING_PARSER.parse(read.content)
     await asyncio.sleep(0)
     assert turns.most_s < _MOST_S

@@ -10,6 +10,7 @@ import pytest
 
 from shmring.frontend.callers.admission import Admission, admitted_of
 from shmring.frontend.errors import ApiError
+from shmring.frontend.http.watch import EXTENSION, Watch
 from shmring.frontend.settings import FrontendSettings
 from tests.waiting import eventually
 
@@ -31,7 +32,8 @@ class Caller:
             self.scope["state"] = {"request_id": name}
         self.received: list[Any] = []
         self.receives = 0
-        self._on_hang_up: Callable[[], None] | None = None
+        self._watch = Watch()
+        self.scope["extensions"] = {EXTENSION: {"watch": self._watch}}
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         for index, chunk in enumerate(chunks):
             last = complete and index == len(chunks) - 1
@@ -39,11 +41,7 @@ class Caller:
 
     def hang_up(self) -> None:
         self._messages.put_nowait({"type": "http.disconnect"})
-        if self._on_hang_up is not None:
-            self._on_hang_up()
-
-    def watch_caller(self, on_hang_up: Callable[[], None] | None) -> None:
-        self._on_hang_up = on_hang_up
+        self._watch.hang_up()
 
     async def receive(self) -> Any:
         self.receives += 1

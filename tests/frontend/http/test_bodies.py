@@ -6,13 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from shmring.frontend.errors import ApiError
 from shmring.frontend.http import bodies
 from shmring.frontend.http.bodies import BodyMemory, BodyReader, BodyShare, HungUp, _Pace
 from shmring.frontend.http.body_scan import MAX_VALUES
+from shmring.frontend.http.watch import Watch
 from shmring.frontend.settings import FrontendSettings
 from tests.waiting import eventually, pass_time
 
@@ -25,7 +24,7 @@ class Reading:
         self.share = BodyShare(reader.memory)
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.send(*pieces)
-        self.task = asyncio.create_task(reader.read(self._receive, self.share, 0))
+        self.task = asyncio.create_task(reader.read(self._receive, self.share, 0, Watch()))
 
     def send(self, *pieces: bytes, more: bool = True) -> None:
         for piece in pieces:
@@ -91,18 +90,19 @@ async def test_a_short_body_that_is_there_is_read_at_once_unless_it_has_too_many
     monkeypatch.setattr(bodies, "_FREE_NBYTES", 64 << 10)
     monkeypatch.setattr(bodies, "_Pace", None)  # nobody needs one
     body = b"[" + b"," * values
-    cycle = RequestResponseCycle.__new__(RequestResponseCycle)
-    cycle.disconnected = cycle.response_complete = cycle.waiting_for_100_continue = cycle.more_body = False
-    cycle.body, cycle.message_event = bytearray(body), asyncio.Event()
-    cycle.message_event.set()
-    cycle.flow = FlowControl(asyncio.Transport())
+    watch = Watch()
+    watch.has_all = True
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
     reader = reader_of()
     share = BodyShare(reader.memory)
     if values == 1:
-        assert await reader.read(cycle.receive, share, len(body)) == (body, {})
+        assert await reader.read(receive, share, len(body), watch) == (body, {})
     else:
         with pytest.raises(ApiError) as raised:
-            await reader.read(cycle.receive, share, len(body))
+            await reader.read(receive, share, len(body), watch)
         assert (raised.value.status, raised.value.code) == (413, "too_many_values")
     assert share.nbytes == 0
 

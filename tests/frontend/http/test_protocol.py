@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 import uvicorn
 
-from shmring.frontend.callers.caller import on_hang_up
 from shmring.frontend.http import protocol as http_protocol
 from shmring.frontend.http.cross_origin import CrossOrigin
 from shmring.frontend.http.protocol import BoundedHttpProtocol
+from shmring.frontend.http.watch import watch_of
 from shmring.frontend.settings import CorsSettings
 from tests.tables import for_each
 from tests.waiting import eventually, pass_time, turns
 
 LATE = asyncio.Event()
 TOLD: list[int] = []  # sizes of the bodies of /gone
+WHOLE: list[bool] = []  # of each request: whether all of it was there before it was read
 WATCHED: list[str] = []  # paths of /watched requests
 CALLED: list[str] = []  # of those, whose callers hung up
 PIECES: list[int] = []  # sizes of the pieces in which bodies came
@@ -39,6 +40,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
     """
     if scope["type"] == "lifespan":
         return
+    WHOLE.append(watch_of(scope).has_all)
     nbytes, more = 0, scope["path"] != "/early"
     while more:
         message = await receive()
@@ -62,7 +64,7 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
         TOLD.append(nbytes)
         return
     if scope["path"].startswith("/watched"):
-        on_hang_up(receive, lambda: CALLED.append(scope["path"]))
+        watch_of(scope).on_hang_up = lambda: CALLED.append(scope["path"])
         WATCHED.append(scope["path"])
     if scope["path"] == "/watched/late":
         await LATE.wait()
@@ -82,7 +84,7 @@ async def late() -> AsyncIterator[None]:
     """Sets LATE back, for the loop of this test, and empties what is noted; at the end, closes connections of callers."""
     global LATE
     LATE = asyncio.Event()
-    for noted in (TOLD, WATCHED, CALLED, PIECES):
+    for noted in (TOLD, WHOLE, WATCHED, CALLED, PIECES):
         noted.clear()
     yield
     while OPENED:
@@ -250,6 +252,14 @@ async def test_no_body_is_read_after_its_caller_has_gone(port: int) -> None:
         connection.sendall(b"POST /gone HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
     await eventually(lambda: TOLD)
     assert TOLD == [0]
+
+
+async def test_a_request_is_told_whether_all_of_its_body_is_there(port: int) -> None:
+    head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n"
+    _, writer = await connect(port, head, b"ab", head, b"a")
+    await eventually(lambda: WHOLE == [True, False])
+    writer.write(b"b" + head + b"ab")
+    await eventually(lambda: WHOLE == [True, False, True])
 
 
 async def test_who_hangs_up_is_told_to_whoever_watches_and_only_before_the_answer_is_complete(
