@@ -5,8 +5,8 @@ each call there raises ``ClosedError``, or is harmless: it returns, and its pare
 ever, or says something else. A name that is new is in none of the lists below, and fails the first test until somebody has
 thought about it.
 
-Every call is made in a child of its own, which is forked while everything is in use: messages are outstanding, replies and
-messages wait to be taken, slots are held, content is pinned.
+Every call is made in a child of its own, and the properties of an end are read in one child. These are forked while
+everything is in use: messages are outstanding, replies and messages wait to be taken, slots are held, content is pinned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +194,7 @@ HARMLESS: dict[type, dict[str, Call]] = {
     threads.Kept: {**_CLOSED, "__exit__": _left},
 }
 
+PROPERTIES = "its properties, read one after the other"
 _PROTOCOLS = ("__anext__", "__next__", "__exit__", "__aexit__")
 
 
@@ -268,32 +269,32 @@ def carried_out(call: Call, end: Any) -> None:
     asyncio.run(run())
 
 
-def read(end: Any, name: str) -> None:
-    value = getattr(end, name)
-    str(value() if name.startswith("__") else value)
+def read(end: Any, names: Sequence[str]) -> None:
+    """Reads properties, one after the other; what fails says which."""
+    for name in names:
+        try:
+            value = getattr(end, name)
+            str(value() if name.startswith("__") else value)
+        except Exception as error:
+            raise RuntimeError(f"{name}: {error!r}") from error
 
 
-def outcomes_of(*ends: Any) -> dict[tuple[type, str], str]:
+def outcomes_of(*ends: Any, left_out: Sequence[str] = ()) -> dict[tuple[type, str], str]:
     outcomes = {}
     for end in ends:
         kind = next(kind for kind in REFUSED if isinstance(end, kind))
         for name, call in [*REFUSED[kind].items(), *HARMLESS[kind].items()]:
             outcomes[kind, name] = outcome_of(functools.partial(carried_out, call, end))
-        known = {bare(name) for name in (*REFUSED[kind], *HARMLESS[kind])}
-        for name in [*sorted(names_of(kind) - known), "__repr__", "__str__"]:
-            if name.startswith("__") or not is_call(kind, name):
-                outcomes[kind, name] = outcome_of(functools.partial(read, end, name))
+        known = {*left_out, *(bare(name) for name in (*REFUSED[kind], *HARMLESS[kind]))}
+        properties = [name for name in sorted(names_of(kind) - known) if not is_call(kind, name)]
+        outcomes[kind, PROPERTIES] = outcome_of(functools.partial(read, end, [*properties, "__repr__", "__str__"]))
     return outcomes
 
 
 def outcomes_of_several(client: Any) -> dict[tuple[type, str], str]:
-    """As above, of a client of several engines, which has no ``client_id`` and no ``epoch``."""
-    outcomes = outcomes_of(client)
-    return {
-        (kind, f"{name} (of several engines)"): outcome
-        for (kind, name), outcome in outcomes.items()
-        if name not in ("client_id", "epoch")
-    }
+    """Of a client of several engines, which has no ``client_id`` and no ``epoch``."""
+    outcomes = outcomes_of(client, left_out=("client_id", "epoch"))
+    return {(kind, f"{name} (of several engines)"): outcome for (kind, name), outcome in outcomes.items()}
 
 
 async def with_loops(options: dict[str, Any]) -> dict[tuple[type, str], str]:
@@ -446,7 +447,7 @@ def test_a_forked_child_is_refused(kind: type, outcomes: dict[tuple[type, str], 
 def test_what_a_forked_child_may_call_returns(kind: type, outcomes: dict[tuple[type, str], str]) -> None:
     made = {name: outcome for (of, name), outcome in outcomes.items() if of is kind}
     harmless = {name for name in made if name in HARMLESS[kind] or bare(name) not in map(bare, REFUSED[kind])}
-    assert harmless >= {*HARMLESS[kind], "__repr__"}
+    assert harmless >= {*HARMLESS[kind], PROPERTIES}
     assert {name: made[name] for name in harmless if made[name] != "returned"} == {}
 
 

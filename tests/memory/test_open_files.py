@@ -20,10 +20,21 @@ import shmring
 import shmring.threads
 from shmring.memory import limits
 from shmring.memory.limits import check_open_files
+from tests.nursery import Nursery
 from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 20  # more than any of them needs
+
+ENGINE = """
+import asyncio, shmring
+async def main():
+    async def echo(claim): await claim.reply(claim.payload)
+    async with shmring.serve("test", socket_dir={socket_dir!r}, slab_nbytes="4MiB") as ring:
+        print("ready", flush=True)
+        await ring.run(echo)
+asyncio.run(main())
+"""
 
 
 @pytest.fixture
@@ -107,21 +118,12 @@ def _without_a_loop(what: str, name: str, socket_dir: str) -> None:
 @pytest.mark.parametrize("what", ["serve", "connect", "join"])
 @pytest.mark.parametrize("use", [_in_a_loop, _without_a_loop])
 async def test_an_end_is_there_or_one_error_says_what_to_raise(
-    what: str, use: Callable[..., Any], socket_dir: Path, allow: Any
+    what: str, use: Callable[..., Any], nursery: Nursery, socket_dir: Path, allow: Any, tmp_path: Path
 ) -> None:
     """The engine is another process: it has its own limit."""
-    program = (
-        "import asyncio, sys, shmring\n"
-        "async def main():\n"
-        "    async def echo(claim): await claim.reply(claim.payload)\n"
-        f"    async with shmring.serve('test', socket_dir={str(socket_dir)!r}, slab_nbytes='4MiB') as ring:\n"
-        "        running = asyncio.create_task(ring.run(echo)); print('ready', flush=True)\n"
-        "        await asyncio.to_thread(sys.stdin.read); running.cancel()\n"
-        "asyncio.run(main())"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as engine:
-        assert engine.stdout is not None
-        assert await asyncio.to_thread(engine.stdout.readline) == b"ready\n"
+    engine = nursery.start_text(tmp_path / "engine", ENGINE.format(socket_dir=str(socket_dir)))
+    try:
+        assert await engine.said() == ["ready"]
         outcomes = []
         for count in (-1, *range(MOST + 1)):
             allow(count)
@@ -137,11 +139,11 @@ async def test_an_end_is_there_or_one_error_says_what_to_raise(
                 outcomes.append(str(error))
             finally:
                 allow(-1)
-        assert outcomes[0] == outcomes[-1] == ""
-        assert outcomes[1]
-        assert [text for text in outcomes if text and "more open files, and of the" not in text] == []
-        assert engine.stdin is not None
-        engine.stdin.close()
+    finally:
+        engine.process.kill()
+    assert outcomes[0] == outcomes[-1] == ""
+    assert outcomes[1]
+    assert [text for text in outcomes if text and "more open files, and of the" not in text] == []
 
 
 @for_each(
