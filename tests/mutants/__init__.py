@@ -4,7 +4,7 @@ Some take away a guard, on which a guarantee of docs/guarantees.md depends: ``ma
 mutants`` tries the others, which are of every kind that people make: in every compiled file, and in the Python of the
 transport, the plug-ins and the server. What is compiled is built once, each fault behind a switch; those in Python need no
 build. Each has the check that must notice it, which is as narrow as can be, or a reason why nobody need notice. The table is
-one, in parts by subject, and each file has one place in it.
+one, in parts by subject (``*.faults``), and each file has one place in it.
 """
 
 from __future__ import annotations

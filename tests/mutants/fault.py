@@ -1,4 +1,4 @@
-"""What can be wrong, and who must notice: one row of the table, whose parts lie beside this by subject."""
+"""What can be wrong, and who must notice: one row of the table."""
 
 from __future__ import annotations
 
@@ -33,24 +33,12 @@ class Fault:
     new: str
     test: str
     reason: str = ""
-    is_guard: bool = dataclasses.field(default=False, kw_only=True)
+    is_guard: bool = False
 
     @property
     def is_compiled(self) -> bool:
         """Whether it is there only after a build."""
         return self.file.endswith((CYTHON, *C))
-
-
-def faults_in(file: str, *rows: tuple[str, ...] | Fault) -> tuple[Fault, ...]:
-    """Returns the faults of one file; each row is one without that file's name, or a :func:`guard`."""
-    return tuple(
-        dataclasses.replace(row, file=file) if isinstance(row, Fault) else Fault(row[0], file, *row[1:]) for row in rows
-    )
-
-
-def guard(name: str, old: str, new: str, test: str) -> Fault:
-    """A row of a guard."""
-    return Fault(name, "", old, new, test, is_guard=True)
 
 
 def check_place(fault: Fault) -> str:

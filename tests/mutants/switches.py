@@ -83,7 +83,7 @@ def _in_c(source: str, changes: Sequence[Change]) -> str:
         if start + len(old) > before:
             raise ValueError(f"two faults lie in each other at {old!r}")
         before = start
-        if old.endswith((";", "}")):
+        if old.rstrip().endswith((";", "}")):
             switch = "".join(f"if (FAULT({change.number})) {{ {change.new} }} else " for change in group) + f"{{ {old} }}"
         else:
             switch = "".join(f"(FAULT({change.number}) ? ({change.new}) : " for change in group) + f"({old})" + ")" * len(group)

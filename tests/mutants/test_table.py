@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.mutants.fault import ROOT, Fault, check_place
 from tests.mutants.switches import Change, with_switches
-from tests.mutants.table import FAULTS
+from tests.mutants.table import FAULTS, faults_in
 from tests.tables import for_each
 
 #: What of the product is compiled and has code in it: not only declarations.
@@ -20,6 +20,17 @@ COMPILED = {
     or (path.suffix == ".pyx" and re.search(r"^(cdef class |cdef inline |def )", path.read_text(), re.MULTILINE))
     or (path.suffix == ".h" and "static inline" in path.read_text())
 }
+
+
+def test_a_fault_reads_like_a_patch() -> None:
+    part = "a name\n- a > 0\n@ tests/one.py tests/two.py\n? It makes no difference.\n"
+    lines = "guard: another\n      first\n-     second\n\n+     third\n@ tests/one.py\n"
+    gone = "a third\n-     first\n@ tests/one.py\n"
+    assert list(faults_in(f"# What this is.\n\n== a.py\n\n{part}\n== b.py\n\n{lines}\n{gone}")) == [
+        Fault("a name", "a.py", "a > 0", "", "tests/one.py tests/two.py", "It makes no difference."),
+        Fault("another", "b.py", "    first\n    second\n\n", "    first\n\n    third\n", "tests/one.py", is_guard=True),
+        Fault("a third", "b.py", "    first\n", "", "tests/one.py"),
+    ]
 
 
 @for_each("fault", FAULTS, ids=lambda fault: fault.name)
