@@ -8,8 +8,6 @@ from typing import Any
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-__all__ = ["make_tokenizer"]
-
 
 def make_tokenizer(
     texts: Iterable[str], special: Iterable[str], *, end: str, padding: str, least: int = 2, **options: Any

@@ -6,8 +6,6 @@ from typing import Any
 
 import shmring
 
-__all__ = ["claimed"]
-
 
 async def claimed(
     ring: shmring.Ring, client: shmring.Client, payload: object, **options: Any

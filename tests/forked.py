@@ -6,8 +6,6 @@ import os
 import traceback
 from collections.abc import Callable
 
-__all__ = ["in_child"]
-
 
 def in_child(run: Callable[[], object]) -> None:
     """Runs a function in a forked child, which ends then without more ado, and fails if the function did."""

@@ -30,8 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from core_interface import digest
 
-__all__ = ["Progress", "fitting_wheel", "install", "news", "requirements"]
-
 ROOT = Path(__file__).resolve().parents[1]
 
 _PIP = [sys.executable, "-m", "pip", "install", "--verbose", "--progress-bar=off", "--disable-pip-version-check"]

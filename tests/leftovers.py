@@ -15,8 +15,6 @@ import psutil
 
 from shmring.memory.slab import sweep
 
-__all__ = ["RUN", "processes_of"]
-
 RUN = "TEST_RUN_OF_SHMRING"  # the variable
 
 _GRACE_S = 60.0  # a server of forks ends when it sees that its parent has, and unloads torch, a moment later

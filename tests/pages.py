@@ -6,8 +6,6 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["load_maker"]
-
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 

@@ -15,8 +15,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["at_hand"]
-
 ROOT = Path(__file__).resolve().parents[1]
 _INSTALLED = ("~/.pyenv/versions/*/bin", "~/.local/share/uv/python/*/bin", "/opt/python/*/bin")
 

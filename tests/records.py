@@ -11,8 +11,6 @@ from shmring.core.compiled import DTYPES, Content, Submit
 from shmring.core.messages import Keep, SlotRef
 from tests.model.inside import read_record
 
-__all__ = ["content_of", "done_of", "reply_of", "slot_extension", "slot_header", "submit_of", "tensor_extension"]
-
 
 def tensor_extension(
     region: int = 0,

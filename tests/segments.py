@@ -6,8 +6,6 @@ import os
 
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY
 
-__all__ = ["own_name", "segments_of"]
-
 
 def own_name(name: str) -> str:
     """Returns a name for the engines of a test file that those of no other process have."""

@@ -7,8 +7,6 @@ from typing import Any
 from shmring.client.attachment import Attachment
 from shmring.client.session import Session
 
-__all__ = ["attachment_of", "let_die", "session_of"]
-
 
 def attachment_of(client: Any, engine: str | None = None) -> Attachment:
     """Returns a client's attachment to an engine: to that one, or to the only one."""

@@ -10,8 +10,6 @@ from typing import Any
 
 import shmring
 
-__all__ = ["AdjustableLoop", "cancel", "eventually", "hold", "pass_time", "settled", "turns", "until"]
-
 
 def until(condition: Callable[[], Any], timeout_s: float = 600.0) -> Any:
     """Without a loop: polls a condition until it is true; returns what it said. When the time is up, which only a hang reaches,

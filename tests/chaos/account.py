@@ -25,8 +25,6 @@ from tests.chaos.driver import Happened, Incarnation, Observations
 from tests.chaos.journal import Aborted, Began, Ended, Gone, Held, Reusable, Wrong, read
 from tests.chaos.plan import Fault, Plan
 
-__all__ = ["Findings", "Latencies", "account"]
-
 _MAX_TEXTS = 20  # of wrongs that are reported in words; all are counted
 _NOTICED_WITHIN_NS = 5_000_000_000  # an engine's death, by a frontend that may have been stopped, or starting
 

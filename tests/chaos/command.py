@@ -17,8 +17,6 @@ from tests.chaos.plan import Plan, Sabotage
 from tests.chaos.report import table, write_json
 from tests.fleet.fleet import ChildError
 
-__all__ = ["chaos_command"]
-
 _PIPE_WIDTH = 120  # of a table that goes into a file or a pipe
 
 

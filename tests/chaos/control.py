@@ -9,23 +9,6 @@ import msgspec
 
 from tests.chaos.plan import Plan
 
-__all__ = [
-    "Answer",
-    "Assignment",
-    "Close",
-    "Flood",
-    "HangUp",
-    "Hoard",
-    "Leave",
-    "Open",
-    "Probe",
-    "Question",
-    "Quiet",
-    "QuietReport",
-    "Ready",
-    "Storm",
-]
-
 
 class Assignment(msgspec.Struct, frozen=True):
     """What a process is told at its start.

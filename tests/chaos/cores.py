@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["waited_ns"]
-
 
 def waited_ns(pid: int) -> int:
     """Returns for how long the main thread of a process has waited for a core in its life; 0 if it cannot be known."""

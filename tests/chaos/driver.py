@@ -33,8 +33,6 @@ from tests.chaos.worker_process import run_worker
 from tests.fleet.child import Program
 from tests.fleet.fleet import Child, ChildError, Fleet
 
-__all__ = ["Happened", "Incarnation", "Observations", "QuietLook", "run"]
-
 _SAMPLE_INTERVAL_S = 0.25
 _STATISTICS_LIMIT_S = 30.0
 _SETTLE_LIMIT_S = 5.0  # for goodbyes and closed sockets to be noticed, which takes the engine a round of its loop

@@ -27,8 +27,6 @@ from tests.fleet import cargo
 from tests.fleet.cargo import CorruptedError, Order
 from tests.fleet.child import Channel
 
-__all__ = ["run_engine"]
-
 _CHECK_EVERY = 16  # effects of the book: checking it takes as long as handling some
 _MAX_CONCURRENCY = 32
 _SHARE_LIMIT_S = 0.3  # for workers to make room or to reply: some are stopped for longer

@@ -21,8 +21,6 @@ from tests.chaos.load import Load
 from tests.fleet.child import Channel
 from tests.sessions import session_of
 
-__all__ = ["run_frontend"]
-
 _STORM_INTERVAL_S = 0.02
 _FLOOD_WORKERS = 12  # times 2 MiB on average, times the frontends: more than the slab
 _HOARDED = 48  # requests to each engine: those whose replies fill its reserve, and more than its 32 handlers beside

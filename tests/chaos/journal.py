@@ -18,8 +18,6 @@ import msgspec
 from tests.fleet import cargo
 from tests.fleet.cargo import CorruptedError, Order
 
-__all__ = ["Aborted", "Began", "Ended", "Gone", "Held", "Journal", "Record", "Reusable", "Wrong", "read"]
-
 
 class _Line(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A record."""

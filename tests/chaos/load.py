@@ -30,8 +30,6 @@ from tests.fleet import cargo
 from tests.fleet.cargo import Answer, CorruptedError, Order
 from tests.sessions import session_of
 
-__all__ = ["Load"]
-
 _SMALL_NBYTES = (16, 1000)  # travel inside the message
 _USUAL_NBYTES = (2_000, 500_000)
 _LARGE_NBYTES = (1 << 20, 4 << 20)

@@ -14,8 +14,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["Event", "Fault", "Phase", "Plan", "Sabotage", "phases"]
-
 #: What a test of the harness breaks on purpose, to see that it is found.
 Sabotage = Literal["", "corrupt", "leak", "lose"]
 

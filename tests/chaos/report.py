@@ -9,8 +9,6 @@ from rich.table import Table
 
 from tests.chaos.account import Findings, Latencies
 
-__all__ = ["table", "write_json"]
-
 _ABORT_TARGET_MS = 5.0
 _DEATH_TARGET_MS = 50.0
 _ENGINE_DEATH_TARGET_MS = 100.0

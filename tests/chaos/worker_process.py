@@ -16,8 +16,6 @@ from tests.chaos.journal import Held, Journal
 from tests.fleet.cargo import Order
 from tests.fleet.child import Channel
 
-__all__ = ["run_worker"]
-
 _LONGEST_READ_S = 0.02
 _KEPT_S = 0.3
 _PAUSE_S = 0.02

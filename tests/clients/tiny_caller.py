@@ -19,8 +19,6 @@ import torch
 import transformers
 from tokenizers import AddedToken
 
-__all__ = ["ANSWER", "CALL", "write"]
-
 CONTEXT_LENGTH = 400_000  # agents describe themselves and their tools at length, and each letter is a token
 
 # Each piece is a token, so that it tells which piece is next.

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from tests.clients.tiny_caller import ANSWER
 
-__all__ = ["CALL", "try_claude_code"]
-
 #: What the model calls.
 CALL = ('{"name": "Bash", ', '"arguments": {"command": "echo Rain > weather"}}')
 

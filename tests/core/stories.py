@@ -42,8 +42,6 @@ from tests.model.pairs import PairedEngineBook
 from tests.model.state import plain
 from tests.records import keep_of
 
-__all__ = ["EngineTeller", "Teller", "tell"]
-
 
 class Teller(Protocol):
     """Carries a story's events out."""

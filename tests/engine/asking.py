@@ -23,8 +23,6 @@ from shmring.engine.protocol import (
     Video,
 )
 
-__all__ = ["SEEING", "Reference", "ask", "clip", "damaged", "noise", "text_of", "tokens_of"]
-
 SEEING = ["llava", "gemma3", "idefics3", "qwen2_vl"]
 """The tiny models that take pictures."""
 

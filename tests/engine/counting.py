@@ -5,8 +5,6 @@ from __future__ import annotations
 from shmring.engine.executors.interface import StepInput, StepOutput
 from shmring.engine.protocol import GenerateReply
 
-__all__ = ["Counter"]
-
 
 class Counter:
     """Counts for each request.

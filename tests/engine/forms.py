@@ -8,8 +8,6 @@ from typing import Any
 from shmring.engine.executors.forms import Form, form_of
 from shmring.engine.protocol import StructuredOutputsParams
 
-__all__ = ["FORMS"]
-
 _TEXT, _WHOLE, _NUMBER, _YES = ({"type": name} for name in ("string", "integer", "number", "boolean"))
 
 

@@ -23,8 +23,6 @@ from tokenizers import AddedToken
 
 from tests.byte_tokenizer import make_tokenizer
 
-__all__ = ["ARCHITECTURES", "CONTEXT_LENGTH", "DECODER", "TORCHVISION_ARCHITECTURES", "write_llava", "write_tiny_model"]
-
 CONTEXT_LENGTH = 512
 """Tokens of prompt and answer together."""
 

@@ -16,8 +16,6 @@ from shmring.engine.fingerprints.clips import fingerprint_clip
 from tests.fingerprints.pictures import load_pictures
 from tests.fingerprints.scores import Kind, score
 
-__all__ = ["score_clips"]
-
 _SIZE = (320, 240)
 _RATE = 25
 _FRAMES = 60

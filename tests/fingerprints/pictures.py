@@ -13,8 +13,6 @@ from PIL import Image, ImageEnhance
 from shmring.engine.fingerprints.pictures import fingerprint_picture
 from tests.fingerprints.scores import Kind, sample_files, score
 
-__all__ = ["load_pictures", "score_pictures"]
-
 Alteration = Callable[[Image.Image], Image.Image]
 
 

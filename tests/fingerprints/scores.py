@@ -8,8 +8,6 @@ from importlib import resources
 import msgspec
 import torch
 
-__all__ = ["Kind", "Score", "sample_files", "score"]
-
 
 class Score(msgspec.Struct, frozen=True):
     """What became of one alteration: cosines of all copies and their originals, and how many are nearest to their own."""

@@ -14,8 +14,6 @@ from tests.fingerprints.scores import Kind
 from tests.fingerprints.sounds import score_sounds
 from tests.fingerprints.texts import score_texts
 
-__all__ = ["fingerprints_command", "measure"]
-
 
 @click.command("fingerprints", context_settings=SETTINGS)
 def fingerprints_command() -> None:

@@ -15,8 +15,6 @@ from shmring.engine.fingerprints.sounds import MEL_BANDS, fingerprint_sound
 from shmring.frontend.media.mel import LogMelWriter, num_mel_frames
 from tests.fingerprints.scores import Kind, sample_files, score
 
-__all__ = ["score_sounds"]
-
 _SAMPLE_RATE = 16_000
 _PIECE_S = 2
 

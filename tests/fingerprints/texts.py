@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from shmring.engine.fingerprints.texts import fingerprint_text
 from tests.fingerprints.scores import Kind, score
 
-__all__ = ["score_texts"]
-
 #: Each with a paraphrase, and with a sentence that means the opposite in nearly the same words.
 _SENTENCES = (
     ("The film was wonderful from beginning to end.", "I enjoyed every minute of that movie.", "terrible", "wonderful"),

@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 
 from shmring.cancellation import uninterrupted
 
-__all__ = ["Answer", "CorruptedError", "Fate", "Order", "Source", "check", "check_aside", "check_stamp", "stamp"]
-
 _POOL_NBYTES = 8 << 20  # the largest content, and then some places to cut it from
 _NUMBER_NBYTES = 8
 _CHECK_INLINE_NBYTES = 256 << 10  # takes some 70 us; what is larger would keep the loop from hearing of an abort

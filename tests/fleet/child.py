@@ -17,8 +17,6 @@ import uvloop
 
 from shmring.processes.child import end_with_parent
 
-__all__ = ["Channel", "LagMeter", "Program", "run_child"]
-
 _TICK_S = 0.005  # as fine as the stalls that are looked for
 
 Program = Callable[[Any, "Channel"], Awaitable[None]]

@@ -21,8 +21,6 @@ from shmring.processes.process import Process
 from tests.fleet.child import Program, run_child
 from tests.fleet.footprint import descriptors
 
-__all__ = ["Child", "ChildError", "Fleet"]
-
 _START_LIMIT_S = 120.0  # the first one waits for the import of torch, on a machine that does much else
 _ANSWER_LIMIT_S = 60.0
 

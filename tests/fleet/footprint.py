@@ -13,8 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Footprint", "descriptors", "footprint"]
-
 #: Opened once, when the libraries under a loop first have use for it.
 _OPENED_ONCE = ("anon_inode:[io_uring]", "/dev/null")
 

@@ -29,26 +29,6 @@ from shmring.engine.protocol import (
     ToolCall,
 )
 
-__all__ = [
-    "LARGE_PICTURE",
-    "LONG",
-    "MODEL",
-    "PICTURE",
-    "PLAIN_MODEL",
-    "OpenTalk",
-    "Talk",
-    "alone",
-    "data_events",
-    "in_pieces",
-    "model",
-    "named_events",
-    "picture_url",
-    "said_in",
-    "say",
-    "say_yes",
-    "think_and_call",
-]
-
 TASKS = ["encode", "generate", "complete", "tokenize", "transcribe", "translate"]
 INPUT = InputSpec(text=True, tokens=True, picture=PictureSpec(), sound=SoundSpec("waveform", 16_000))
 

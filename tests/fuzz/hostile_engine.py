@@ -65,8 +65,6 @@ from tests.model.inside import read_record
 from tests.records import done_of, reply_of, slot_extension, slot_header, tensor_extension
 from tests.sessions import attachment_of
 
-__all__ = ["SEEDS", "attached_engines", "attaching", "joined_engines", "joining"]
-
 _LEASABLE_BLOCKS, _REPLY_BLOCKS, _BROADCAST_BLOCKS = 12, 2, 4
 _SLAB_NBYTES = (1 + _LEASABLE_BLOCKS + _REPLY_BLOCKS) * BLOCK_NBYTES
 _REPLIES_AT = (1 + _LEASABLE_BLOCKS) * BLOCK_NBYTES

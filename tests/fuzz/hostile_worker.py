@@ -31,8 +31,6 @@ from shmring.transport.rings import map_rings
 from tests.fuzz.scripts import Steps, changed, check_error, listening, over, play, stage, turns
 from tests.records import tensor_extension
 
-__all__ = ["SEEDS", "joined_workers"]
-
 _ANSWER = 32  # the tag of a worker's reply
 _RING_NBYTES = 16 << 10
 _STAMPS_AT = 2048

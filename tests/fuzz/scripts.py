@@ -28,8 +28,6 @@ from shmring.core.geometry import BLOCK_NBYTES
 from shmring.core.printable import printable_lines
 from shmring.errors import ShmringError
 
-__all__ = ["NAME", "NUMBERS", "Steps", "check_error", "changed", "listening", "over", "play", "stage", "turns"]
-
 NAME = "hostile"
 _TURNS = 3  # of the loop after each step: a bell is heard, a record taken, and who waited for it goes on
 MOST_TURNS = 200  # in which everybody must have come to an end

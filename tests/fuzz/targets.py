@@ -88,8 +88,6 @@ from tests.fuzz import hostile_engine, hostile_worker
 from tests.model.inside import Done, Reply, decode_content, read_record, take_payload, write_done, write_reply, write_submit
 from tests.model.pairs import PairedEngineBook
 
-__all__ = ["SEEDS", "TARGETS"]
-
 _MAX_TENSORS = 16
 _MAX_VALUES = 1 << 12
 _MAX_PAYLOAD_NBYTES = 1 << 16

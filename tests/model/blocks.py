@@ -17,8 +17,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
-__all__ = ["RunAllocator", "TakenRuns"]
-
 _START_BITS = 40  # of a key, the length being above them; 2**40 blocks of 4 KiB are 4 PiB
 _START_MASK = (1 << _START_BITS) - 1
 

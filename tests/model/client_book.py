@@ -16,8 +16,6 @@ from shmring.core.states import CLIENT_SLOT, ClientSlot, ClientSlotEvent, advanc
 from shmring.errors import CapacityError, RemoteProtocolError
 from tests.model.blocks import RunAllocator
 
-__all__ = ["ClientBook", "ClientSlotRecord", "HeldLease", "Waiter"]
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class HeldLease:

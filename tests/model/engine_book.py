@@ -57,8 +57,6 @@ from tests.model.kept_book import KeptBook
 from tests.model.lending import Lending
 from tests.model.records import ClientRecord, EngineSlotRecord, KeptRecord, LeaseRecord, ReplyWant, RequestRecord
 
-__all__ = ["EngineBook"]
-
 #: Ids of leases in device memory begin here: no engine grants as many leases in the slab.
 _FIRST_DEVICE_LEASE_ID = 1 << 40
 #: Numbers of slots that are kept content begin here: no generation of a client is as large.

@@ -18,8 +18,6 @@ from shmring.gpu.cuda import CudaError
 from shmring.gpu.driver import driver_error
 from tests.model.made_up_driver import MadeUpDriver, Stream
 
-__all__ = ["POISON", "FakeCuda", "FakeMemory", "is_mapped"]
-
 POISON = 0xEE  # what device memory holds before anything is copied to it
 _ON_HOST = 1  # as DLPack numbers it
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable
 
 from shmring.errors import CapacityError, RankTakenError, WorkerLostError
 
-__all__ = ["FanOutModel"]
-
 WINDOW = 256  # messages that may be outstanding
 
 

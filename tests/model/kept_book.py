@@ -5,8 +5,6 @@ from __future__ import annotations
 from shmring.core.geometry import EngineBookLimits
 from tests.model.records import KeptRecord
 
-__all__ = ["KeptBook"]
-
 
 class KeptBook:
     """The content that an engine keeps."""

@@ -34,8 +34,6 @@ from tests.model.blocks import RunAllocator, TakenRuns
 from tests.model.kept_book import KeptBook
 from tests.model.records import ClientRecord, KeptRecord, LeaseRecord, LeaseWant, Window
 
-__all__ = ["Lending"]
-
 MOST_TRIED = 128
 SILENT_AFTER = 2  # moments
 

@@ -17,8 +17,6 @@ from tests.model import engine_book as model_engine_book
 from tests.model.observed import ObservedClientBook, ObservedEngineBook
 from tests.model.state import plain
 
-__all__ = ["PairedClientBook", "PairedEngineBook"]
-
 _Outcome = tuple[Any, BaseException | None]
 
 ENGINE_EVENTS = (

@@ -19,8 +19,6 @@ from shmring.core.compiled import ClientBook
 from shmring.core.states import ClientSlot, EngineSlot, Lease
 from tests.model.inside import slots_here, slots_with_engine
 
-__all__ = ["DERIVED", "FIELDS", "HIDDEN", "plain"]
-
 FIELDS: dict[str, tuple[str, ...]] = {
     "EngineBook": (
         *("clients", "lendings", "late_aborts", "stale_releases"),

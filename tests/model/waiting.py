@@ -11,8 +11,6 @@ from typing import Any
 from shmring.core.messages import DEVICE_MEMORY
 from shmring.core.states import Lease
 
-__all__ = ["check_granted", "check_waiting"]
-
 _SILENT_AFTER = 2
 
 

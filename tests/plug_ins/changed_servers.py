@@ -7,8 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-__all__ = ["run", "said_of"]
-
 _PROGRAM = """
 import os, sys
 from shmring.integrations.promises import broken

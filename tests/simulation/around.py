@@ -22,8 +22,6 @@ from tests.simulation.midst import Midst
 from tests.simulation.scenario import Violation
 from tests.simulation.wire import Wire
 
-__all__ = ["Connected", "Copying", "CopyingThreads", "End", "Watch", "standing_on"]
-
 
 @contextlib.contextmanager
 def standing_on(module: ModuleType, **others: object) -> Iterator[None]:

@@ -12,8 +12,6 @@ from tests.model import client_book as model_client_book
 from tests.model import engine_book as model_engine_book
 from tests.model.pairs import PairedClientBook, PairedEngineBook
 
-__all__ = ["COMPILED", "MODELS", "PAIRS", "Books", "choosing", "chosen"]
-
 
 @dataclasses.dataclass(slots=True)
 class Books:

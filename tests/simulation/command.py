@@ -20,8 +20,6 @@ from tests.simulation.exploration import EXPLORATIONS, Exploration, explore
 from tests.simulation.failure import Failure, replay
 from tests.simulation.walk import Walk, walk
 
-__all__ = ["simulate_command"]
-
 _PROGRESS_S = 5.0  # between two lines
 _PIPE_WIDTH = 120  # of a table that goes into a file or a pipe
 _FILE = click.Path(dir_okay=False, path_type=Path)

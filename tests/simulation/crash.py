@@ -21,8 +21,6 @@ import msgspec
 from shmring.processes.child import end_with_parent
 from tests.simulation.scenario import Action, Scenario
 
-__all__ = ["Crash", "begin", "in_child", "note"]
-
 _NOTES_NBYTES = 16 << 20  # an action takes some 30 bytes, and a walk and its settling some 13,000 actions
 _HEAD_NBYTES = 8
 _ENDLESS_S = 10.0  # of CPU, for an action and what is checked behind it: thousands of times what the longest one takes

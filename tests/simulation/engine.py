@@ -56,8 +56,6 @@ from tests.simulation.payloads import (
 from tests.simulation.scenario import Action, Inside, Kind, Moment, Scenario, Sending, require
 from tests.simulation.wire import Wire, open_slab
 
-__all__ = ["Engine", "Handling"]
-
 _RING_NBYTES = 1 << 14
 _ENDINGS = (Kind.FINISH, Kind.FAIL, Kind.TIME_OUT)
 _ONLY_LOOKS = frozenset({"_look_again"})  # a timer that changes nothing: it is for people (ring/inspection.py)

@@ -27,8 +27,6 @@ from tests.simulation.scenario import DISTURBANCES, Action, Kind, Scenario, Send
 from tests.simulation.simulation import Simulation
 from tests.simulation.state import encode
 
-__all__ = ["EXPLORATIONS", "Exploration", "explore"]
-
 _DIGEST_NBYTES = 16  # two of ten million states collide once in 10**24 runs
 _PROGRESS_STATES = 5000
 

@@ -14,8 +14,6 @@ from tests.simulation.crash import Crash, in_child
 from tests.simulation.scenario import Action, Scenario, Violation
 from tests.simulation.simulation import Simulation
 
-__all__ = ["Failure", "replay", "shorten"]
-
 _SHORTENING_S = 60.0  # of CPU; most failures come down to a dozen actions in a second
 
 

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from tests.simulation.engine import Engine, Handling
     from tests.simulation.worker import WorkerProcess
 
-__all__ = ["EngineWorker", "FanOut"]
-
 _TIMEOUT_S = 1.0  # of calls that have one; when it is over, the simulation says
 _MOST_CALLS = 3  # of one engine at a time
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tests.simulation.fan_out import EngineWorker, FanOut
     from tests.simulation.worker import WorkerProcess
 
-__all__ = ["Call", "FanOutTruth", "Sent", "stamp_in"]
-
 _BROADCAST = 120  # the tag of a message to workers
 _SLOT_EXTENSION = TENSOR_EXTENSION - 1
 _IS_SHARED = 2

@@ -53,8 +53,6 @@ from tests.simulation.midst import Midst
 from tests.simulation.payloads import INLINE_NBYTES, arrays_of, content_nbytes, offload_nbytes, payload_of, require_intact
 from tests.simulation.scenario import Action, Forgery, Inside, Kind, Moment, Scenario, require
 
-__all__ = ["IDLE_TICKS", "Caller", "Holding", "Pace", "Process", "Session", "Wants"]
-
 #: After which an empty lease goes back, on the simulation's clock.
 IDLE_TICKS = 1.0
 

@@ -27,8 +27,6 @@ from tests.simulation.payloads import (
 )
 from tests.simulation.scenario import Action, Kind, Scenario, require
 
-__all__ = ["Asked", "Injecting"]
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Asked:

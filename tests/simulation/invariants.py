@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tests.simulation.fan_out import FanOut
     from tests.simulation.simulation import Simulation
 
-__all__ = ["check_books", "check_end", "check_memory", "check_nobody_is_held_up", "check_workers"]
-
 
 def check_memory(simulation: Simulation) -> None:
     """No byte has two owners: nobody may write what somebody else writes, reads, or was lent."""

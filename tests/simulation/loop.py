@@ -17,8 +17,6 @@ from typing import Any, cast
 from tests.model.inside import inner_of
 from tests.simulation.scenario import require
 
-__all__ = ["NOBODY_KNOCKS", "SimulatedLoop", "callback_of", "came_to", "local_of", "require_obeyed", "waited_for"]
-
 NOBODY_KNOCKS = -1  # the descriptor of a listening socket: whoever comes, comes by an action
 
 

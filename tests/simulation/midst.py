@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from tests.simulation.payloads import Code
 from tests.simulation.scenario import Inside, Kind, Moment, Scenario, Violation
 
-__all__ = ["Midst"]
-
 
 class Midst:
     """The midst of whatever is called next.

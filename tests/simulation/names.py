@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Names"]
-
 
 class Names(dict[Any, int]):
     """Names in the order in which things are met."""

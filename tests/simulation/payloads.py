@@ -17,21 +17,6 @@ from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.memory.tensors import make_decoder, make_packer
 from tests.simulation.scenario import Scenario, require
 
-__all__ = [
-    "DECODER",
-    "Code",
-    "arrays_of",
-    "content_nbytes",
-    "offload_nbytes",
-    "INLINE_NBYTES",
-    "MAX_PAYLOAD_NBYTES",
-    "MAX_TENSORS",
-    "MAX_VALUES",
-    "PACKER",
-    "payload_of",
-    "require_intact",
-]
-
 MAX_TENSORS = 16
 MAX_VALUES = 1 << 12
 INLINE_NBYTES = 64  # less than a slot has, so that all arrays are in slots

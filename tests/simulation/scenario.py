@@ -10,22 +10,6 @@ import msgspec
 
 from shmring.core.geometry import EngineBookLimits, Geometry
 
-__all__ = [
-    "CANCELLING",
-    "DISTURBANCES",
-    "IN_CODE",
-    "PACES",
-    "Action",
-    "Forgery",
-    "Inside",
-    "Kind",
-    "Moment",
-    "Scenario",
-    "Sending",
-    "Violation",
-    "require",
-]
-
 
 class Kind(enum.StrEnum):
     """What can happen. In brackets: what ``at``, ``item`` and ``detail`` of an :class:`Action` mean."""

@@ -26,8 +26,6 @@ from tests.simulation.midst import Midst
 from tests.simulation.scenario import CANCELLING, DISTURBANCES, Action, Forgery, Inside, Kind, Scenario, Violation, require
 from tests.simulation.worker import WorkerProcess
 
-__all__ = ["Simulation"]
-
 _MAX_CLIENTS_BEYOND = 3  # connections of the past that the engine still has, beside those of living processes
 _MOMENTS = 5  # after which who does not answer is passed over
 _MOMENTS_OF_FRONTENDS = 40  # so many of the engine are as long as one of a frontend

@@ -52,8 +52,6 @@ from tests.simulation.simulation import Simulation
 from tests.simulation.wire import Wire
 from tests.simulation.worker_state import FanOutEncoding
 
-__all__ = ["duplicate", "encode"]
-
 _encoder = msgspec.msgpack.Encoder()
 
 

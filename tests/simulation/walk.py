@@ -21,8 +21,6 @@ from tests.simulation.scenario import Action, Kind, Scenario, Violation
 from tests.simulation.simulation import Simulation
 from tests.simulation.state import encode
 
-__all__ = ["Walk", "walk"]
-
 _EPISODE_STEPS = (50, 300, 1000, 3000)  # short ones begin often, long ones grow old
 
 # Relative to each other. What begins something is rarer than what brings it on, or all would be full all the time; what

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from shmring.core.compiled import Mapping, RecordReader, RecordWriter, ring_nbytes
 from shmring.core.messages import EngineMessage, FrontendMessage, encode_message
 
-__all__ = ["Link", "Wire", "map_beside", "map_slab", "open_slab"]
-
 _RING_NBYTES = 1 << 14  # far more than a record takes
 _NO_BELL = -1  # nobody sleeps
 

@@ -22,8 +22,6 @@ from tests.simulation.scenario import Action, Inside, Kind, Moment, require
 if TYPE_CHECKING:
     from tests.simulation.fan_out import EngineWorker, FanOut
 
-__all__ = ["Message", "WorkerProcess"]
-
 _SHARED_DECODER = make_decoder(tuple[Any, Any])
 _NO_RING = ring_nbytes(64)  # records are taken from the connection, and replies given to it
 

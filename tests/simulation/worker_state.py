@@ -20,8 +20,6 @@ from tests.simulation.worker import WorkerProcess
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
-__all__ = ["FanOutEncoding"]
-
 _AT_WANT, _AT_CLOSED = 0, 1024
 
 

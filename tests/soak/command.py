@@ -18,8 +18,6 @@ from tests.soak import driver, report
 from tests.soak.plan import Plan, Sabotage
 from tests.soak.verdict import judge
 
-__all__ = ["soak_command"]
-
 _PIPE_WIDTH = 150  # of tables that go into a file or a pipe
 _SABOTAGES = click.Choice([sabotage.value for sabotage in Sabotage])
 

@@ -6,8 +6,6 @@ import msgspec
 
 from tests.soak.plan import Phase, Plan
 
-__all__ = ["Answer", "Assignment", "Begin", "Ended", "Leave", "Look", "Question", "Seen", "Stop"]
-
 
 class Assignment(msgspec.Struct, frozen=True):
     """What a process is told at its start; ``index`` is -1 for the engine."""

@@ -16,8 +16,6 @@ from tests.soak.engine_process import run_engine
 from tests.soak.frontend_process import run_frontend
 from tests.soak.plan import Phase, Plan
 
-__all__ = ["ENGINE", "IdleLook", "Observations", "ProcessSample", "Sample", "run"]
-
 ENGINE = "engine"
 _SETTLE_LIMIT_S = 10.0  # after an idle phase; everything should have come home within it already
 _SHORT_SETTLE_LIMIT_S = 1.0

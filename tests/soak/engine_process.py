@@ -12,8 +12,6 @@ from tests.fleet.child import Channel, LagMeter
 from tests.soak import control
 from tests.soak.plan import Sabotage
 
-__all__ = ["run_engine"]
-
 _MAX_CONCURRENCY = 64
 _LEAKED_NBYTES = 1 << 20  # by a request, where a test has it leak
 _LEAK_EVERY = 2  # requests

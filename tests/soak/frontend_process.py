@@ -17,8 +17,6 @@ from tests.fleet.child import Channel, LagMeter
 from tests.soak import control
 from tests.soak.plan import Phase, Plan, Sabotage
 
-__all__ = ["run_frontend"]
-
 _SMALL_NBYTES = (4 << 10, 64 << 10)
 _STREAMED_NBYTES = 256 << 10
 _STREAM_REPLIES = 16

@@ -6,8 +6,6 @@ import enum
 
 import msgspec
 
-__all__ = ["FEWEST_CYCLES", "Phase", "Plan", "Sabotage"]
-
 FEWEST_CYCLES = 5  # one to warm up, and at least one in each quarter of the others
 _MORE_CYCLES = 12  # in a longer run: three in each quarter give a median
 _LONGEST_PHASE_S = 20.0  # an hour then has 30 cycles

@@ -13,8 +13,6 @@ from tests.soak.driver import ENGINE, Observations, Sample
 from tests.soak.plan import Phase, Plan
 from tests.soak.verdict import Check
 
-__all__ = ["findings"]
-
 _MIB = 1 << 20
 
 

@@ -14,8 +14,6 @@ import msgspec
 from tests.soak.driver import ENGINE, Observations, ProcessSample, Sample
 from tests.soak.plan import Phase
 
-__all__ = ["MEMORY_LIMIT_NBYTES", "Check", "judge"]
-
 #: What a process's private memory may grow by between the first and the last quarter of the run. Below it is what malloc
 #: does: freed memory stays in the arena of the thread that had it, and how much depends on which sizes met there. A leak of
 #: 100 bytes a request, one small object, is more after 84,000 requests: after a minute and a half of small requests.

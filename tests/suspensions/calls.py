@@ -12,8 +12,6 @@ import torch
 import shmring
 from tests.suspensions.world import KEY, LIMIT_S, World, tensor
 
-__all__ = ["CALLS", "HANDLERS"]
-
 Call = Callable[[World], Awaitable[None]]
 
 

@@ -15,8 +15,6 @@ from tests.suspensions.calls import CALLS, HANDLERS
 from tests.suspensions.interrupting import Interruption
 from tests.suspensions.trying import Trial, small_limits
 
-__all__ = ["suspensions_command"]
-
 _NAMES = [*CALLS, *HANDLERS]
 
 

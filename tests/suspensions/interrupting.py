@@ -7,8 +7,6 @@ import enum
 from collections.abc import Awaitable, Generator
 from typing import Any, Generic, TypeVar, cast
 
-__all__ = ["Interrupted", "Interruption", "Thrown"]
-
 _Result = TypeVar("_Result")
 
 

@@ -13,8 +13,6 @@ from tests.suspensions.calls import CALLS, HANDLERS
 from tests.suspensions.interrupting import Interrupted, Interruption, Thrown
 from tests.suspensions.world import OFFLOAD_NBYTES, World, within
 
-__all__ = ["Trial", "small_limits"]
-
 _IN_VAIN = 2  # numbers in a row that a call did not reach, after which it has no more suspensions: their number may vary
 
 

@@ -14,8 +14,6 @@ import torch
 
 import shmring
 
-__all__ = ["KEY", "World", "tensor", "within"]
-
 KEY = bytes(32)
 OFFLOAD_NBYTES = 20_000  # so that copies leave the loop early, and an interruption can hit one
 LIMIT_S = 60.0  # that only a hang reaches
