@@ -43,7 +43,7 @@ from shmring.frontend.anthropic.messages_request import (
     COUNT_TOKENS_PARSER,
     MESSAGES_PARSER,
     CountTokensAnswer,
-    check_version,
+    begin_messages,
     read_count_tokens,
     read_messages,
 )
@@ -417,7 +417,7 @@ class _Routes:
         return translation.read(), writer, ignored
 
     async def read_messages(self, http_request: Request) -> Read:
-        _begin_in_form_of_anthropic(http_request)
+        begin_messages(http_request)
         request, ignored = await self._read(MESSAGES_PARSER, http_request)
         return read_messages(request), MessagesWriter(request), ignored
 
@@ -427,7 +427,7 @@ class _Routes:
         return read_speech(request, task, form), SpeechWriter(request, task), ignored
 
     async def count_tokens(self, http_request: Request) -> Response:
-        _begin_in_form_of_anthropic(http_request)
+        begin_messages(http_request)
         request, ignored = await self._read(COUNT_TOKENS_PARSER, http_request)
         output, facts = await self._tokens(read_count_tokens(request), http_request.scope)
         return JsonResponse(CountTokensAnswer(len(output.token_ids)), headers=facts.headers(ignored, has_costs=True))
@@ -531,13 +531,6 @@ class _Routes:
             return EngineNumbers(counts, await self._engine.times(engine=engine))
         except (shmring.ShmringError, TimeoutError):
             return None
-
-
-def _begin_in_form_of_anthropic(http_request: Request) -> None:
-    """Has the answer name the request where Anthropic's clients look for it; refuses versions that have other answers."""
-    state = http_request.scope["state"]
-    state["headers"] = (state.get("headers") or {}) | {"request-id": request_id_of(http_request.scope)}
-    check_version(http_request.headers.get("anthropic-version"))
 
 
 def _answer_to(error: Exception, scope: Scope) -> Response:

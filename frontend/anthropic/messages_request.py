@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
+from starlette.requests import Request
 
 from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.http.parsing import BodyParser, misplaced
@@ -31,7 +32,7 @@ __all__ = [
     "CountTokensAnswer",
     "CountTokensRequest",
     "MessagesRequest",
-    "check_version",
+    "begin_messages",
     "read_count_tokens",
     "read_messages",
 ]
@@ -372,16 +373,15 @@ def read_count_tokens(request: CountTokensRequest) -> Generation:
     return generation
 
 
-def check_version(version: str | None) -> None:
-    """Refuses versions of the API that have other answers.
-
-    Args:
-        version: what the header ``anthropic-version`` says, if it is there.
+def begin_messages(http_request: Request) -> None:
+    """Has the answer name the request where Anthropic's clients look for it.
 
     Raises:
-        ApiError: it is another version.
+        ApiError: the header ``anthropic-version`` says a version of the API that has other answers.
     """
-    if version is not None and version not in VERSIONS:
+    state = http_request.scope["state"]
+    state["headers"] = (state.get("headers") or {}) | {"request-id": state["request_id"]}
+    if http_request.headers.get("anthropic-version", VERSIONS[0]) not in VERSIONS:
         text = f"this server answers as in the versions {' and '.join(VERSIONS)} of the API, which the header says"
         raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param="anthropic-version")
 

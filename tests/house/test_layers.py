@@ -263,6 +263,14 @@ def test_each_folder_of_the_frontend_imports_what_stands_before_it() -> None:
         assert upward == set(), f"{source_name(path)} imports {sorted(upward)}"
 
 
+def test_a_vendors_api_is_known_where_routes_are_put_together_and_nowhere_else() -> None:
+    """It is readers and writers. What does the work, and what serves HTTP, would do without it."""
+    for vendor, known in (("anthropic", {"app", "documentation"}), ("openai.speech", {"app", "documentation"})):
+        name = f"shmring.frontend.{vendor}"
+        knowing = {module_name(path) for path in SOURCES if any(each.startswith(name) for each in imports(path))}
+        assert {folder_of(module) for module in knowing if not module.startswith(name)} == known
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """Not even later, in functions. Only types may be of modules that need each other."""
     require_no_circle(SOURCES, types_too=False)
