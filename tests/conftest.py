@@ -390,6 +390,14 @@ def run_python() -> Iterator[Callable[..., Process]]:
         yield start
 
 
+@pytest.fixture
+def without_collections() -> Iterator[None]:
+    """What dies here dies by reference counting: nothing may need the cyclic collector."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 

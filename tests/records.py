@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 from msgspec.msgpack import Ext
 
 from shmring.core.compiled import DTYPES, Content, Submit
@@ -102,3 +103,13 @@ def done_of(released: Sequence[int] = (), *, request_id: int = 1) -> bytes:
 
 def _slot(slot: object) -> object:
     return slot_extension(slot.lease_id, slot.offset, slot.nbytes, slot.generation) if isinstance(slot, SlotRef) else slot
+
+
+def in_slots(*tensors: tuple[int, int, str, tuple[int, ...]], inline: bytes = b"", slot_nbytes: int = 1 << 20) -> Content:
+    """A content of tensors ``(region, offset, dtype, shape)`` in two slots of a slab."""
+    payload = []
+    for region, offset, dtype, shape in tensors:
+        size = np.dtype(dtype if dtype != "bfloat16" else "int16").itemsize
+        payload.append(tensor_extension(region, offset, int(np.prod(shape)) * size, dtype, shape))
+    slots = (SlotRef(0, 4096, slot_nbytes, 1), SlotRef(0, 2 << 20, slot_nbytes, 2))
+    return content_of(payload, inline, slots)

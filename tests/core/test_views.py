@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import gc
 import io
 import os
 import pickle
@@ -12,7 +11,7 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,7 @@ MAKERS = {"capsule": TensorMaker(torch.from_dlpack)} | ({"table": TensorMaker(to
 MAKER = list(MAKERS.values())[-1]
 
 
-@pytest.fixture(autouse=True)
-def without_collections() -> Iterator[None]:
-    """Views die by reference counting: nothing here may need the cyclic collector."""
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("without_collections")  # views die by reference counting
 
 
 @pytest.fixture

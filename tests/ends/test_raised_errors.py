@@ -11,7 +11,6 @@ import gc
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,7 @@ from tests.waiting import cancel, eventually, hold, turns
 
 PACKAGE = Path(shmring.__file__).parent
 
-pytestmark = pytest.mark.both_loops
-
-
-@pytest.fixture(autouse=True)
-def no_collections() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = [pytest.mark.both_loops, pytest.mark.usefixtures("without_collections")]
 
 
 def raised_errors() -> list[str]:

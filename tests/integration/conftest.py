@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.nursery import Forked, Nursery
@@ -29,3 +31,11 @@ async def launch(nursery: Nursery, socket_dir: Path) -> AsyncIterator[Callable[.
         process.signal(signal.SIGKILL)
         await process.died()
         process.process.close()
+
+
+@pytest.fixture
+async def http(server: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the file's server, which makes a connection for each request."""
+    limits = httpx.Limits(max_keepalive_connections=0)  # the kernel chooses a frontend for each request
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+        yield client

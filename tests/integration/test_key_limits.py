@@ -40,13 +40,6 @@ def server() -> Iterator[Server]:
             assert running.stop() == 0
 
 
-@pytest.fixture
-async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    limits = httpx.Limits(max_keepalive_connections=0)  # the kernel chooses a frontend for each request
-    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
-        yield client
-
-
 async def ask(http: httpx.AsyncClient, key: str) -> int:
     headers = {"authorization": f"Bearer {key}"}
     return (await http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 1}, headers=headers)).status_code

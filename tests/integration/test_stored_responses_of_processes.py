@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,6 @@ def server() -> Iterator[Server]:
         with serving(Path(place), *options) as running:
             yield running
             assert running.stop() == 0
-
-
-@pytest.fixture
-async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
-    limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
-        yield client
 
 
 async def test_all_frontends_know_what_one_has_kept(server: Server, http: httpx.AsyncClient) -> None:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from shmring.core.compiled import Content, Gpu, GpuMemory, Placement, Regions, plan_copies
 from shmring.core.messages import SlotRef
 from shmring.memory.tensors import make_decoder
 from tests.model.inside import open_content, spans_of
-from tests.records import content_of, tensor_extension
+from tests.records import content_of, in_slots, tensor_extension
 from tests.tables import for_each
 
 GAP_NBYTES = 64 << 10
 DECODER = make_decoder()
-
-
-def content(*tensors: tuple[int, int, str, tuple[int, ...]], inline: bytes = b"", slot_nbytes: int = 1 << 20) -> Content:
-    """A content of tensors ``(region, offset, dtype, shape)`` in two slots of a slab."""
-    payload = []
-    for region, offset, dtype, shape in tensors:
-        size = np.dtype(dtype if dtype != "bfloat16" else "int16").itemsize
-        payload.append(tensor_extension(region, offset, int(np.prod(shape)) * size, dtype, shape))
-    slots = (SlotRef(0, 4096, slot_nbytes, 1), SlotRef(0, 2 << 20, slot_nbytes, 2))
-    return content_of(payload, inline, slots)
 
 
 def plan(content: Content) -> Placement:
@@ -48,44 +37,44 @@ def spans(content: Content) -> list[tuple[int, int, int]]:
 
 
 def test_adjacent_tensors_are_one_copy() -> None:
-    near = content((1, 0, "uint8", (1000,)), (1, 1024, "float32", (10,)), (1, 1088, "int64", (2,)))
+    near = in_slots((1, 0, "uint8", (1000,)), (1, 1024, "float32", (10,)), (1, 1088, "int64", (2,)))
     assert spans(near) == [(1, 0, 1104)]
     assert plan(near).nbytes == 1152
 
 
 def test_each_slot_is_a_copy_of_its_own_and_the_message_another() -> None:
-    apart = content((2, 64, "uint8", (8,)), (1, 0, "uint8", (8,)), (0, 0, "uint8", (8,)), inline=b"12345678")
+    apart = in_slots((2, 64, "uint8", (8,)), (1, 0, "uint8", (8,)), (0, 0, "uint8", (8,)), inline=b"12345678")
     assert spans_of(plan(apart)) == [(0, 0, 8, 0), (1, 0, 8, 64), (2, 64, 72, 128)]
 
 
 def test_many_copies_are_in_order() -> None:
     step = 64 + GAP_NBYTES + 64
-    many = content(*((1 + number % 2, number // 2 * step, "uint8", (64,)) for number in reversed(range(14))))
+    many = in_slots(*((1 + number % 2, number // 2 * step, "uint8", (64,)) for number in reversed(range(14))))
     assert spans(many) == [(slot, place * step, place * step + 64) for slot in (1, 2) for place in range(7)]
     assert [target for *_, target in spans_of(plan(many))] == [64 * number for number in range(14)]
 
 
 @for_each(("gap", "copies"), [(0, 1), (GAP_NBYTES, 1), (GAP_NBYTES + 64, 2)])
 def test_large_gaps_are_left_out(gap: int, copies: int) -> None:
-    far = plan(content((1, 0, "uint8", (64,)), (1, 64 + gap, "uint8", (64,))))
+    far = plan(in_slots((1, 0, "uint8", (64,)), (1, 64 + gap, "uint8", (64,))))
     assert len(spans_of(far)) == copies
     assert far.nbytes == (128 + gap if copies == 1 else 128)
 
 
 def test_tensors_that_overlap_or_repeat_are_copied_once() -> None:
-    assert spans(content((1, 0, "uint8", (512,)), (1, 0, "uint8", (512,)), (1, 128, "uint8", (64,)))) == [(1, 0, 512)]
+    assert spans(in_slots((1, 0, "uint8", (512,)), (1, 0, "uint8", (512,)), (1, 128, "uint8", (64,)))) == [(1, 0, 512)]
 
 
 def test_alignment_survives(cuda: Any) -> None:
     offsets = (72, 72 + 24 + GAP_NBYTES + 8)
-    made, start = placed(content(*((1, offset, "float64", (3,)) for offset in offsets)), cuda)
+    made, start = placed(in_slots(*((1, offset, "float64", (3,)) for offset in offsets)), cuda)
     assert [(tensor.data_ptr() - start) % 64 for tensor, _ in made] == [offset % 64 for offset in offsets]
 
 
 def test_arrays_have_a_place_where_torch_has_their_dtype(cuda: Any) -> None:
-    arrays = content((1, 0, "<f4", (2, 2)), (1, 64, "<U3", (2,)), (1, 128, ">f4", (2,)), (1, 192, "<M8[s]", (1,)))
+    arrays = in_slots((1, 0, "<f4", (2, 2)), (1, 64, "<U3", (2,)), (1, 128, ">f4", (2,)), (1, 192, "<M8[s]", (1,)))
     assert spans(arrays) == [(1, 0, 16)]
-    [(tensor, _)], _ = placed(content((1, 0, "<f4", (2, 2))), cuda)
+    [(tensor, _)], _ = placed(in_slots((1, 0, "<f4", (2, 2))), cuda)
     assert (tensor.dtype, tuple(tensor.shape)) == (torch.float32, (2, 2))
 
 
@@ -98,7 +87,7 @@ def test_every_dtype_of_torch_has_a_place(cuda: Any, dtype: str) -> None:
 
 
 def test_tensors_of_nothing_have_a_place(cuda: Any) -> None:
-    empty = content((0, 0, "bfloat16", (3, 0, 2)), (1, 0, "float32", ()), (1, 64, "<i2", (0,)))
+    empty = in_slots((0, 0, "bfloat16", (3, 0, 2)), (1, 0, "float32", ()), (1, 64, "<i2", (0,)))
     (nothing, scalar, array), _ = placed(empty, cuda)
     assert (nothing[0].dtype, tuple(nothing[0].shape)) == (torch.bfloat16, (3, 0, 2))
     assert scalar[0].shape == ()

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from shmring.core.compiled import Content, Regions, plan_copies
-from shmring.core.messages import SLOT_HEADER_NBYTES, SlotRef
+from shmring.core.messages import SLOT_HEADER_NBYTES
 from shmring.errors import CapacityError, ClosedError, WouldBlock
 from shmring.gpu.cuda import CudaError
 from shmring.gpu.pinned import PinnedSlab
@@ -27,7 +27,7 @@ from shmring.memory.slab import Slab
 from shmring.memory.tensors import make_decoder
 from tests.garbage import uncollected
 from tests.model.inside import leave_content, open_content
-from tests.records import content_of, tensor_extension
+from tests.records import content_of, in_slots
 from tests.tables import for_each
 from tests.waiting import eventually, turns
 
@@ -38,16 +38,6 @@ STAGING_NBYTES = 1 << 20
 OFFLOAD_NBYTES = 64 << 10
 
 SMALL = (1, 0, "uint8", (10,))
-
-
-def content(*tensors: tuple[int, int, str, tuple[int, ...]], inline: bytes = b"", slot_nbytes: int = 1 << 20) -> Content:
-    """A content of tensors ``(region, offset, dtype, shape)`` in two slots of a slab."""
-    payload = []
-    for region, offset, dtype, shape in tensors:
-        size = np.dtype(dtype if dtype != "bfloat16" else "int16").itemsize
-        payload.append(tensor_extension(region, offset, int(np.prod(shape)) * size, dtype, shape))
-    slots = (SlotRef(0, 4096, slot_nbytes, 1), SlotRef(0, 2 << 20, slot_nbytes, 2))
-    return content_of(payload, inline, slots)
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------
@@ -107,7 +97,7 @@ class Rig:
 
     async def send(self, *tensors: Any, seed: int = 0, inline: bytes = b"", **options: Any) -> tuple[list[bytes], list[Any]]:
         """Fills the slots and uploads them; returns what each tensor holds, and what arrived."""
-        wanted = self.fill(content(*tensors, inline=inline), seed)
+        wanted = self.fill(in_slots(*tensors, inline=inline), seed)
         return wanted, await self.upload(**options)
 
     def upload_nowait(self, device: Any = "cuda:0") -> list[Any]:
@@ -163,7 +153,7 @@ async def test_every_tensor_arrives(rig: Rig) -> None:
 
 @pytest.mark.one_loop
 async def test_what_the_gpu_cannot_hold_is_copied_on_the_host(rig: Rig) -> None:
-    rig.fill(content((1, 0, "<U3", (1,)), (1, 64, "float32", (4,))))
+    rig.fill(in_slots((1, 0, "<U3", (1,)), (1, 64, "float32", (4,))))
     rig.bytes_of(1)[:12] = np.frombuffer(np.array(["abc"]).tobytes(), np.uint8)
     text, _numbers = await rig.upload()
     assert text.tolist() == ["abc"]
@@ -184,10 +174,10 @@ async def test_slots_are_let_go_of_when_the_copy_is_over_and_not_before(rig: Rig
 
 async def test_slots_are_let_go_of_in_the_order_of_their_copies(rig: Rig) -> None:
     rig.cuda.hold_copies = True
-    rig.fill(content(SMALL))
+    rig.fill(in_slots(SMALL))
     first = await rig.upload()
     (stream,) = (stream for stream in rig.cuda.streams if stream.held)
-    rig.fill(content((2, 0, "uint8", (10,))))
+    rig.fill(in_slots((2, 0, "uint8", (10,))))
     second = await rig.upload()
     assert rig.held() == [1, 2]
     rig.cuda.advance(stream)
@@ -219,7 +209,7 @@ async def test_the_first_copy_waits_for_whoever_had_the_memory_before(rig: Rig) 
 
 @pytest.mark.one_loop
 async def test_torchs_allocator_learns_of_every_stream_once(rig: Rig) -> None:
-    rig.fill(content(SMALL))
+    rig.fill(in_slots(SMALL))
     for _ in range(3):
         await rig.upload()
     assert rig.cuda.calls["used_on"] == 2
@@ -255,7 +245,7 @@ async def test_a_completion_is_noticed_within_a_millisecond(rig: Rig) -> None:
 
 async def test_the_loop_goes_on_while_a_copy_waits(rig: Rig) -> None:
     rig.cuda.hold_copies = True
-    rig.fill(content((1, 0, "uint8", (1 << 19,))))
+    rig.fill(in_slots((1, 0, "uint8", (1 << 19,))))
     async with asyncio.timeout(10):
         await rig.upload()
 
@@ -280,7 +270,7 @@ async def test_the_staging_memory_is_used_again(rig: Rig) -> None:
 
 @pytest.mark.one_loop
 async def test_what_can_never_fit_is_refused(rig: Rig) -> None:
-    rig.fill(content((1, 0, "uint8", (1 << 20,)), (2, 0, "uint8", (1 << 20,))))
+    rig.fill(in_slots((1, 0, "uint8", (1 << 20,)), (2, 0, "uint8", (1 << 20,))))
     with pytest.raises(CapacityError, match="staging_nbytes"):
         await rig.upload()
     gc.collect()
@@ -398,7 +388,7 @@ async def test_copies_are_looked_at_though_the_loop_could_not_be_told_once(rig: 
 
 
 async def test_no_thread_is_woken_for_a_copy_that_is_over_soon(rig: Rig) -> None:
-    rig.fill(content(*MIXED, inline=bytes(16)))
+    rig.fill(in_slots(*MIXED, inline=bytes(16)))
     for _ in range(3):
         await rig.upload()
         assert rig.held() == [1, 2], "it is looked at in the next turn"
@@ -476,7 +466,7 @@ async def test_memory_is_allocated_once_and_beside_the_loop(rig: Rig) -> None:
         return result
 
     rig.cuda.allocate = spy
-    rig.fill(content(SMALL))
+    rig.fill(in_slots(SMALL))
     await asyncio.gather(*(rig.upload() for _ in range(5)))
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
@@ -496,7 +486,7 @@ async def test_every_call_names_the_device_that_was_asked_for(cuda: Any) -> None
 
 
 async def test_the_twin_that_does_not_wait(rig: Rig) -> None:
-    wanted = rig.fill(content((1, 0, "uint8", (1 << 19,))))
+    wanted = rig.fill(in_slots((1, 0, "uint8", (1 << 19,))))
     with pytest.raises(WouldBlock, match="staging memory has to be made"):
         rig.upload_nowait()
     held = await rig.upload()
@@ -511,7 +501,7 @@ async def test_the_twin_does_not_hold_the_loop_up(cuda: Any) -> None:
     rig = Rig(cuda, pin=False)
     await rig.send(SMALL)
     rig.upload_nowait()
-    rig.fill(content((1, 0, "uint8", (OFFLOAD_NBYTES + 64,))))
+    rig.fill(in_slots((1, 0, "uint8", (OFFLOAD_NBYTES + 64,))))
     with pytest.raises(WouldBlock, match="not pinned"):
         rig.upload_nowait()
     await rig.close()
@@ -523,7 +513,7 @@ async def test_the_twin_does_not_hold_the_loop_up(cuda: Any) -> None:
 @pytest.mark.first_row_on_both_loops
 @pytest.mark.parametrize("call", ["allocate", "create_stream"])
 async def test_a_device_that_cannot_be_opened_can_be_tried_again(rig: Rig, call: str) -> None:
-    rig.fill(content(SMALL))
+    rig.fill(in_slots(SMALL))
     rig.cuda.fail(call)
     with pytest.raises(CudaError, match=f"{call} failed"):
         await rig.upload()
@@ -533,7 +523,7 @@ async def test_a_device_that_cannot_be_opened_can_be_tried_again(rig: Rig, call:
 @pytest.mark.one_loop
 async def test_without_cuda_it_says_so(rig: Rig) -> None:
     rig.cuda.reason = "torch finds no CUDA device"
-    rig.fill(content(SMALL))
+    rig.fill(in_slots(SMALL))
     with pytest.raises(CudaError, match="nothing can be copied to GPU 0: torch finds no CUDA device"):
         await rig.upload()
     with pytest.raises(ValueError, match="cpu is no CUDA device"):
@@ -595,7 +585,7 @@ async def test_slots_of_which_cuda_can_say_nothing_are_kept_for_good(
 
 async def test_a_cancelled_copy_on_a_thread_is_seen_out(cuda: Any) -> None:
     rig = Rig(cuda, pin=False)
-    rig.fill(content((1, 0, "uint8", (OFFLOAD_NBYTES * 2,))))
+    rig.fill(in_slots((1, 0, "uint8", (OFFLOAD_NBYTES * 2,))))
     copying, may_end = threading.Event(), threading.Event()
     cuda.before_copies = lambda: copying.set() or may_end.wait(10)
     task = asyncio.create_task(rig.upload())

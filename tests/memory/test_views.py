@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,13 +17,7 @@ from shmring.memory import views
 from shmring.memory.views import TORCH_DTYPES, tensor_view
 from tests.tables import for_each
 
-
-@pytest.fixture(autouse=True)
-def without_collections() -> Iterator[None]:
-    """Views die by reference counting: nothing here may need the cyclic collector."""
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("without_collections")  # views die by reference counting
 
 
 class Watched:
