@@ -11,6 +11,7 @@ import shmring
 from shmring.core.loggers import logger_of
 from shmring.engine.protocol import GenerateReply
 from shmring.frontend.callers.key_usage import running_usage
+from shmring.frontend.http.parsing import MAX_IGNORED
 from shmring.frontend.operator.metrics import AnswerStatistics
 from shmring.service.tracing import note
 
@@ -63,7 +64,7 @@ def ignoring(names: Sequence[str]) -> dict[str, str]:
     """Returns the header that names parts of a request that were ignored, if there are any; the log says so as well."""
     if not names:
         return {}
-    text = ", ".join(names)
+    text = ", ".join(names[:MAX_IGNORED])
     logger.warning("parts of a request that have no meaning here were ignored: %s", text)
     return {"x-shmring-ignored-fields": text}
 

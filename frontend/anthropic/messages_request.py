@@ -203,7 +203,6 @@ _UNSUPPORTED = {kind: Unsupported(kind) for kind in (CountTokensRequest, Message
 _UNSUPPORTED_OF_TOOLS = Unsupported(MessagesTool)
 
 _BLOCK_TYPES = "text, image, tool_use, tool_result, thinking or redacted_thinking"
-_MAX_IGNORED = 16  # that a header names
 _ERROR = "Error: "  # before what a tool has returned: chat templates have no other place for it
 
 #: For bodies of requests.
@@ -300,7 +299,7 @@ class _TranslatedMessages(Translation):
                 is_open = False
                 continue
             if isinstance(block, ThinkingBlock | RedactedThinkingBlock):
-                self._ignore(place)
+                self._left_out.append(place)
                 continue
             if not is_open:
                 self._add(message.role, param, content)
@@ -351,10 +350,6 @@ class _TranslatedMessages(Translation):
         calls = self._messages[-1].tool_calls = self._messages[-1].tool_calls or []
         calls.append(ToolCall(block.id, FunctionCall(block.name, msgspec.json.encode(block.input).decode())))
         self._places[-1].calls.append(place)
-
-    def _ignore(self, place: str) -> None:
-        if len(self._left_out) < _MAX_IGNORED:
-            self._left_out.append(place)
 
 
 def read_messages(request: CountTokensRequest) -> Generation:

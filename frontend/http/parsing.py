@@ -23,11 +23,14 @@ import msgspec
 
 from shmring.frontend.errors import ApiError, ErrorCode
 
-__all__ = ["MEANS_NOTHING", "BodyParser", "invalid_value", "misplaced"]
+__all__ = ["MAX_IGNORED", "MEANS_NOTHING", "BodyParser", "invalid_value", "misplaced"]
 
 #: The values of a field without meaning here that may be ignored silently. For other values, the caller is told that the field
 #: was ignored.
 MEANS_NOTHING = "means_nothing"
+
+#: The most parts of a request that were ignored and are named, in one header of its answer.
+MAX_IGNORED = 16
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
 
@@ -37,7 +40,6 @@ _PART_TYPE = re.compile(r"\.content\[[^]]*\]\.type$")
 _PART_TYPES = "text, image_url, input_audio, audio_url or video_url"
 _MAX_MESSAGE_CHARACTERS = 300  # msgspec quotes values of enumerations, which may be as long as a body
 
-_MAX_NAMES = 16  # of fields that were ignored; a header holds them
 _MAX_NAME_CHARACTERS = 64
 _FIRST = re.compile(rb"[^ \t\r\n]")  # which says what a JSON value is
 
@@ -85,7 +87,7 @@ class BodyParser(Generic[_Request]):
         if type(request) is not self._kind:  # it passed the strict double
             return []
         paths = _unknown_fields(memoryview(body), self._kind, "")
-        return list(dict.fromkeys(islice(paths, _MAX_NAMES)))
+        return list(dict.fromkeys(islice(paths, MAX_IGNORED)))
 
 
 def _strict(kind: Any) -> Any:

@@ -24,7 +24,7 @@ from shmring.engine.protocol import (
 from shmring.engine.protocol import TextPart as EngineTextPart
 from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.http.body_scan import MAX_VALUES, has_too_many_values
-from shmring.frontend.http.parsing import BodyParser
+from shmring.frontend.http.parsing import MAX_IGNORED, BodyParser
 from shmring.frontend.inference import Generation
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.choices import AnswerForm, Usage
@@ -205,8 +205,6 @@ class ChatCompletionChunk(msgspec.Struct):
 _UNSUPPORTED = Unsupported(ChatRequest)
 _UNSUPPORTED_OF_MESSAGES = Unsupported(ChatMessageParam)
 
-_MAX_IGNORED = 16  # that a header names
-
 #: For bodies of requests.
 CHAT_PARSER = BodyParser(ChatRequest)
 
@@ -281,7 +279,7 @@ class ChatWords(GenerationWords):
         ):
             del request.template_options["reasoning_effort"]
             ignored.append("reasoning_effort")
-        return ignored[:_MAX_IGNORED]
+        return ignored[:MAX_IGNORED]
 
     def place_of_form(self, message: str) -> str:
         """Returns where the form stands that an executor has refused with this message."""

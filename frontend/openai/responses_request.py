@@ -182,7 +182,6 @@ _UNSUPPORTED_OF_PICTURES = Unsupported(InputImagePart)
 _MADE = ("messages", "tools", "tool_choice", "max_completion_tokens", "response_format", "reasoning_effort", "top_logprobs")
 _SAME = frozenset(ResponsesRequest.__struct_fields__) & frozenset(ChatRequest.__struct_fields__) - {*_MADE}
 
-_MAX_IGNORED = 16  # that a header names
 _PART_TYPES = "input_text, input_image, input_audio, audio_url, video_url, output_text or refusal"
 
 #: For bodies of requests.
@@ -293,7 +292,7 @@ def translated(request: ResponsesRequest, conversation: Conversation | None = No
         raise misplaced(str(error), lambda param: _place_of(param, places, tools.places)) from None
     for name in _SAME:
         setattr(chat, name, getattr(request, name))
-    return TranslatedRequest(chat, ignored[:_MAX_IGNORED], tools, places)
+    return TranslatedRequest(chat, ignored, tools, places)
 
 
 def _made_fields(request: ResponsesRequest, messages: list[ChatMessageParam], tools: ChatTools) -> dict[str, Any]:

@@ -48,7 +48,6 @@ __all__ = [
 
 SpeechTask: TypeAlias = Literal["transcribe", "translate"]
 
-_MAX_IGNORED = 16  # that a header names
 _MAX_NAME_CHARACTERS = 64
 
 
@@ -196,7 +195,7 @@ def read_form(form: Form, task: SpeechTask) -> tuple[TranslationRequest, list[st
         raise invalid_value(str(error)) from None
     check_supported(request, _UNSUPPORTED[kind])
     _check_format(request)
-    return request, ignored[:_MAX_IGNORED]
+    return request, ignored
 
 
 def _check_format(request: TranslationRequest) -> None:

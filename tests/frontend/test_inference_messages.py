@@ -305,6 +305,15 @@ async def test_what_has_no_effect_with_a_model_is_named_as_the_caller_wrote_it(o
     assert await talk.ignored(COUNT, {"model": "m", "messages": [USER]} | fields) == "thinking.budget_tokens"
 
 
+async def test_a_header_names_so_many_parts_that_were_ignored_at_most(open_talk: OpenTalk) -> None:
+    talk = await open_talk(description=model(strict_tools=False))
+    thoughts = [{"type": "thinking", "thinking": "Hm", "signature": ""}] * 20
+    answer = {"role": "assistant", "content": [*thoughts, {"type": "text", "text": "Yes."}]}
+    body = BODY | {"messages": [USER, answer, USER], "tools": [G | {"strict": True}], "unknown": 1}
+    named = await talk.ignored(PATH, body)
+    assert named == ", ".join(["unknown", *(f"messages[1].content[{index}]" for index in range(15))])
+
+
 async def test_tokens_are_counted_with_pictures(talk: Talk) -> None:
     body = {"model": "m", **of_user(picture_block()), "tools": [TOOL], "system": "Be brief."}
     response = await talk.send(COUNT, body)
