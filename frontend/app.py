@@ -53,6 +53,7 @@ from shmring.frontend.callers.key_usage import KeyLimits, UsageTable, usages_of
 from shmring.frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
 from shmring.frontend.errors import ApiError, ErrorCode, report
 from shmring.frontend.http.cross_origin import CrossOrigin
+from shmring.frontend.http.large_bodies import LargeBodies
 from shmring.frontend.http.parsing import BodyParser
 from shmring.frontend.http.responses import JsonPieces, JsonResponse, error_response, random_digits
 from shmring.frontend.http.shared_answer import SharedAnswer
@@ -299,7 +300,7 @@ class _Routes:
         self._stored = stored
         self.metrics = FrontendMetrics(list(engine.engines), [owner.name for owner in settings.key_owners])
         self.admission = Admission(settings)
-        self._parsing = asyncio.Lock()  # one large body in a turn of the loop
+        self._large_bodies = LargeBodies()
         self._encoding = asyncio.Lock()  # one piece of a large answer in a turn of the loop
         self._max_inputs = settings.max_inputs
         self._engine = engine
@@ -370,8 +371,8 @@ class _Routes:
         # ``http_request.body()`` would keep the body for as long as the request lives. Admission hands it out in one piece.
         body = (await http_request.receive())["body"]
         if len(body) > _LARGE_BODY_NBYTES:
-            async with self._parsing:  # the rest, until it is sent to the engine, takes some milliseconds
-                await asyncio.sleep(0)
+            who = admitted_of(http_request.scope).caller
+            await self._large_bodies.take_turn(lambda: self.admission.has_others(who))
         request = parser.parse(body)
         if admitted_of(http_request.scope).long_texts:
             await asyncio.to_thread(check_whole, request)

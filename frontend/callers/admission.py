@@ -158,6 +158,10 @@ class Admission:
         """Returns how many requests are not ready for the engine, by caller."""
         return Counter(request.caller for request in self._requests if not request.is_prepared)
 
+    def has_others(self, who: str) -> bool:
+        """Whether there are requests of other callers."""
+        return any(request.caller != who for request in self._requests)
+
     def abort(self, names: Collection[str]) -> int:
         """Ends the requests of these names that are not ready for the engine, for an operator; returns how many there were."""
         named = [request for request in self._requests if request.name in names and not request.is_prepared]

@@ -210,6 +210,14 @@ async def test_the_server_s_end_passes_what_an_operator_has_ended(begin: Begin) 
         await task
 
 
+async def test_it_is_known_whether_other_callers_have_requests(begin: Begin) -> None:
+    admission, handler, task = await begin()
+    assert [admission.has_others(who) for who in ("192.0.2.1", "192.0.2.2")] == [False, True]
+    handler.proceed.set()
+    await task
+    assert not admission.has_others("192.0.2.2")
+
+
 async def test_the_server_s_own_cancellation_ends_the_handler_too(begin: Begin) -> None:
     admission, handler, task = await begin(max_concurrent_requests=1)
     task.cancel()
