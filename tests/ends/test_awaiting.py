@@ -6,6 +6,7 @@ import asyncio
 import collections.abc
 import gc
 import inspect
+import sys
 import warnings
 import weakref
 from typing import Any
@@ -202,16 +203,24 @@ async def test_claim_many_does_not_overtake_an_earlier_claim(ring: Ring, client:
         claim.done()
 
 
+@pytest.mark.ring(slab_nbytes="256KiB")
 async def test_what_was_waited_for_is_nobodys_but_its_callers(ring: Ring, client: Client) -> None:
-    claiming = asyncio.create_task(ring.claim())
-    await turns()
-    assert not claiming.done()
-    await client.submit([1])
-    with await claiming as claim:
-        gone = weakref.ref(claim)
-    del claiming, claim
-    await turns()
-    assert gone() is None
+    async def references() -> int:
+        with await client.slot(64 << 10) as slot:
+            return sys.getrefcount(slot)
+
+    await references()  # it waits for a lease
+    at_once = await references()
+    with await client.slot(ring.statistics().leasable_nbytes - 64):
+        waiting = asyncio.create_task(references())
+        await turns()
+        assert not waiting.done()
+    assert await waiting == at_once
+
+
+async def test_an_error_of_what_was_waited_in_reaches_who_waits(client: Client) -> None:
+    with pytest.raises(ValueError, match="there is no engine 'nobody'"):
+        await client.slot(64, engine="nobody")
 
 
 async def test_a_submission_happens_once_and_keeps_nothing_of_its_payload(client: Client) -> None:
