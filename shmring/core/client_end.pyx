@@ -169,7 +169,7 @@ cdef class BaseSubmission:
     def __del__(self) -> None:
         """It has ended, else its end would have it still: see :meth:`ClientEnd.dropped`."""
         if self._end is not None and self._end.is_usable() and self._is_missed():
-            give_back_soon(self._end.home.loop, self._give_back)
+            give_back_soon(self._end.shell.home.loop, self._give_back)
 
     cdef bint _is_missed(self) except -1:
         """Whether its caller has missed something: replies that keep space, or the reply or error that it was sent for."""
@@ -217,7 +217,7 @@ cdef class _Waiting(Awaited):
     cdef PyObject* wait_for_more(self) except NULL:
         """Waits until a reply or the end comes."""
         cdef BaseSubmission submission = self.submission
-        if submission._end.home.is_forked():
+        if submission._end._forks != forks():
             raise submission._end.home.closed_error()
         if submission._waiter is not None:
             raise LocalProtocolError(f"request {submission.request_id} is waited for by two tasks; let one of them do it")
@@ -233,7 +233,7 @@ cdef class _Waiting(Awaited):
         return 0
 
     cdef int check_loop(self) except -1:
-        self.submission._end.home.pass_loop()
+        self.submission._end.home.check_loop()
         return 0
 
 
@@ -345,7 +345,7 @@ cdef class BaseSlot:
     def __del__(self) -> None:
         if self._end is None or not self._end.is_usable():
             return
-        give_back_soon(self._end.home.loop, self._give_back)
+        give_back_soon(self._end.shell.home.loop, self._give_back)
 
     def _give_back(self) -> None:
         """It was dropped, and was not left since."""
@@ -515,6 +515,7 @@ cdef class ClientEnd(RecordHandler):
 
     cdef readonly object shell  # type: ClientShell
     cdef readonly Home home
+    cdef int _forks  # of its home, which is None while the garbage collector takes this end apart
     cdef readonly ClientBook book
     cdef readonly HeldSlots held
     cdef readonly Regions regions
@@ -596,7 +597,7 @@ cdef class ClientEnd(RecordHandler):
         LoadPage load=None,
         cache_nbytes: int = _NO_CACHE_IS_SO_LARGE,
     ) -> None:
-        self.shell, self.home = shell, shell.home
+        self.shell, self.home, self._forks = shell, shell.home, forks()
         self._load = load
         self._cache_nbytes = cache_nbytes
         self.book = book
@@ -629,7 +630,7 @@ cdef class ClientEnd(RecordHandler):
 
     cdef bint is_usable(self) noexcept:
         """Whether requests may be sent from this process."""
-        return self.is_open and self._writer is not None and not self.home.is_forked()
+        return self.is_open and self._writer is not None and self._forks == forks()
 
     cdef bint is_writable(self) noexcept:
         """Whether a request may be written to the ring now, if it finds room there."""

@@ -143,7 +143,7 @@ cdef class _Claiming(Awaited):
         return 0
 
     cdef int check_loop(self) except -1:
-        self.ring._end.home.pass_loop()
+        self.ring._end.home.check_loop()
         return 0
 
     cdef PyObject* refused(self) except NULL:

@@ -215,7 +215,7 @@ cdef class BaseClaim:
             LocalProtocolError: the claim has released it.
             ClosedError: it belongs to the process that forked this one, which does not have its memory.
         """
-        if self._end.home.is_forked():
+        if self._end._forks != forks():
             raise self._end.home.closed_error()
         if self._payload is _RELEASED:
             raise LocalProtocolError(
@@ -260,7 +260,7 @@ cdef class BaseClaim:
     def __del__(self) -> None:
         if not self._is_in_hands or (self.ended and self.released) or not self._end.is_usable():
             return
-        give_back_soon(self._end.home.loop, self._give_back)
+        give_back_soon(self._end.shell.home.loop, self._give_back)
 
     def _give_back(self) -> None:
         """It was dropped, and has not ended since."""
@@ -308,6 +308,7 @@ cdef class EngineEnd:
 
     cdef readonly object shell  # type: EngineShell
     cdef readonly Home home
+    cdef int _forks  # of its home, which is None while the garbage collector takes this end apart
     cdef readonly EngineBook book
     cdef readonly Regions regions
     cdef readonly uint64_t waiting_count
@@ -366,7 +367,7 @@ cdef class EngineEnd:
         record_nbytes: int = 0,
         copier=None,
     ) -> None:
-        self.shell, self.home = shell, shell.home
+        self.shell, self.home, self._forks = shell, shell.home, forks()
         self._packer, self._record_nbytes, self._copier = packer, record_nbytes, copier
         self.book = book
         self.regions = regions
@@ -397,7 +398,7 @@ cdef class EngineEnd:
 
     cdef bint is_usable(self) noexcept:
         """Whether this may be used in this process."""
-        return self.is_open and not self.home.is_forked()
+        return self.is_open and self._forks == forks()
 
     cdef bint may_claim(self) noexcept:
         """Whether requests may be claimed in this process."""

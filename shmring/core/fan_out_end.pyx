@@ -225,6 +225,7 @@ cdef class FanOutEnd:
 
     cdef readonly object shell  # type: BroadcastShell
     cdef readonly Home home
+    cdef int _forks  # of its home, which is None while the garbage collector takes this end apart
     cdef readonly FanOutBook book
     cdef public bint is_crowded
     cdef public bint is_open
@@ -263,7 +264,7 @@ cdef class FanOutEnd:
         max_values: int,
         look_s: float = 0.0,
     ) -> None:
-        self.shell, self.home = shell, shell.home
+        self.shell, self.home, self._forks = shell, shell.home, forks()
         self.book = book
         self.is_open = True
         self.gathers = {}
@@ -341,7 +342,7 @@ cdef class FanOutEnd:
         return gathering
 
     cdef int _check_open(self) except -1:
-        if not self.is_open or self.home.is_forked():
+        if not self.is_open or self._forks != forks():
             raise self.home.closed_error()
         return 0
 
@@ -841,7 +842,7 @@ cdef class Gathering(Awaited):  # type: Awaited[list[Any]]
         return 0
 
     cdef int check_loop(self) except -1:
-        self.end.home.pass_loop()
+        self.end.home.check_loop()
         return 0
 
     def forget(self) -> None:

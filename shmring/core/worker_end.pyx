@@ -159,7 +159,7 @@ cdef class BaseMessage:
 
     cdef object _shown(self, object what):
         cdef WorkerEnd end = self._end
-        if end.home.is_forked():
+        if end._forks != forks():
             raise end.home.closed_error()
         if self.left:
             raise LocalProtocolError(f"message {self.sequence} was left; keep what you need of its payload before")
@@ -208,6 +208,7 @@ cdef class WorkerEnd:
     cdef readonly uint64_t received
     cdef readonly object shell  # type: WorkerShell
     cdef readonly Home home
+    cdef int _forks  # of its home, which is None while the garbage collector takes this end apart
     cdef Page* _page         # NULL when this is closed
     cdef Mapping _mapping
     cdef PayloadDecoder _decoder
@@ -240,7 +241,7 @@ cdef class WorkerEnd:
     ) -> None:
         cdef int bell
         assert page.mapped.nbytes == PAGE_NBYTES
-        self.shell, self.home = shell, shell.home
+        self.shell, self.home, self._forks = shell, shell.home, forks()
         self.reader, self.writer = reader, writer
         self._mapping = mapping
         self.looking = Looking()
