@@ -218,7 +218,6 @@ def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
     assert found["answered"] > 0
     assert sum(found["faults"].values()) > 0
     assert found["abort_to_reusable"]["count"] > 0
-    assert found["samples"]
 
 
 @pytest.mark.slow
