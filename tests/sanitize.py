@@ -53,10 +53,11 @@ LEFT_OUT = {
     "tests/simulation/test_kept.py": "it breaks the product on purpose; test_simulation.py goes through the same code",
 }
 #: Walks of minutes, and searches that break the product, go through the same code as the short ones. How much memory something
-#: takes is not to be seen there: what is freed is kept for a while.
+#: takes, and how long, is not to be seen there: what is freed is kept for a while, and each access is looked at.
 QUICK = (
     *("-m", "not slow"),
     *("--deselect", "tests/core/test_received.py::test_nothing_is_left_of_a_content_with_many_slots"),
+    *("--deselect", "tests/core/test_pressure.py::test_a_crowd_of_lease_requests_is_served_in_no_time"),
     *("--deselect", "tests/memory/test_huge_pages.py::test_mapping_reserves_no_address_space_that_it_does_not_return"),
 )
 #: What goes on in several threads of one process.
