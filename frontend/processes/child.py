@@ -115,14 +115,16 @@ class Child:
         self.process.send(signal.SIGKILL)
         logger.error("%s (pid %d) %s and is killed", self.title, self.pid, reason)
 
-    async def wait_until_ready(self) -> None:
-        """Returns when it serves, or has ended."""
+    async def wait_until_ready(self, timeout_s: float | None) -> None:
+        """Returns when it serves, or has ended. Kills it if neither happens within so many seconds."""
         waiting = [asyncio.ensure_future(self.ready.wait()), asyncio.ensure_future(self.process.ended())]
         try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for future in waiting:
                 future.cancel()
+        if not done:
+            self.kill(f"was not ready within {timeout_s:g} s")
 
     def count_heartbeat(self) -> None:
         """Counts a missed heartbeat, unless it has shown a sign of life since the last call, or is not ready yet."""

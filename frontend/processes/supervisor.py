@@ -485,11 +485,7 @@ class _Supervisor:
     async def _await_end_of(self, rank: int, child: Child) -> None:
         """Returns when an engine has ended. Kills one that was started again and is not ready in time."""
         timeout_s = self._options.start_timeout_s if self._engines_ready[rank].is_set() else None
-        try:
-            async with asyncio.timeout(timeout_s):
-                await child.wait_until_ready()
-        except TimeoutError:
-            child.kill(f"was not ready within {timeout_s:g} s")
+        await child.wait_until_ready(timeout_s)
         if child.ready.is_set():
             self._engines_ready[rank].set()
         await child.process.ended()
@@ -595,11 +591,7 @@ class _Supervisor:
             environment={} if self._metrics_dir is None else {DIRECTORY_VARIABLE: self._metrics_dir},
         )
         self._frontends[index] = child
-        try:
-            async with asyncio.timeout(timeout_s):
-                await child.wait_until_ready()
-        except TimeoutError:
-            child.kill(f"was not ready within {timeout_s:g} s")
+        await child.wait_until_ready(timeout_s)
         if child.ready.is_set():
             self._ready[index].set()
         return child
