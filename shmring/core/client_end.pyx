@@ -514,8 +514,8 @@ cdef class ClientEnd(RecordHandler):
     """
 
     cdef readonly object shell  # type: ClientShell
-    cdef readonly Home home
-    cdef int _forks  # of its home, which is None while the garbage collector takes this end apart
+    cdef readonly Home home  # None while the garbage collector takes this end apart: what runs then asks the shell
+    cdef int _forks          # of its home
     cdef readonly ClientBook book
     cdef readonly HeldSlots held
     cdef readonly Regions regions

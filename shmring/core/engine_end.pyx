@@ -307,8 +307,8 @@ cdef class EngineEnd:
     """
 
     cdef readonly object shell  # type: EngineShell
-    cdef readonly Home home
-    cdef int _forks  # of its home, which is None while the garbage collector takes this end apart
+    cdef readonly Home home  # None while the garbage collector takes this end apart: what runs then asks the shell
+    cdef int _forks          # of its home
     cdef readonly EngineBook book
     cdef readonly Regions regions
     cdef readonly uint64_t waiting_count

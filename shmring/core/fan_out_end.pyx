@@ -224,8 +224,8 @@ cdef class FanOutEnd:
     """
 
     cdef readonly object shell  # type: BroadcastShell
-    cdef readonly Home home
-    cdef int _forks  # of its home, which is None while the garbage collector takes this end apart
+    cdef readonly Home home  # None while the garbage collector takes this end apart: what runs then asks the shell
+    cdef int _forks          # of its home
     cdef readonly FanOutBook book
     cdef public bint is_crowded
     cdef public bint is_open

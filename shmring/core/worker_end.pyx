@@ -207,8 +207,8 @@ cdef class WorkerEnd:
     cdef readonly RecordWriter writer
     cdef readonly uint64_t received
     cdef readonly object shell  # type: WorkerShell
-    cdef readonly Home home
-    cdef int _forks  # of its home, which is None while the garbage collector takes this end apart
+    cdef readonly Home home  # None while the garbage collector takes this end apart: what runs then asks the shell
+    cdef int _forks          # of its home
     cdef Page* _page         # NULL when this is closed
     cdef Mapping _mapping
     cdef PayloadDecoder _decoder
