@@ -37,7 +37,7 @@ class Attack(NamedTuple):
         title: of it.
         connections: how many.
         body: makes what they post.
-        hangs_up: whether they do as soon as that is sent.
+        hangs_up_after_s: how long after that is sent they hang up; None: they read the answer.
         chunked: whether it goes in chunks of one byte.
         path: of what they post.
         small: what the others post, to embeddings or chats.
@@ -46,7 +46,7 @@ class Attack(NamedTuple):
     title: str
     connections: int
     body: Callable[[], bytes]
-    hangs_up: bool = False
+    hangs_up_after_s: float | None = None
     chunked: bool = False
     path: str = EMBEDDINGS
     small: bytes = _SMALL
@@ -89,7 +89,7 @@ def _every() -> Iterator[Attack]:
     yield Attack("numbers, 40 MB", 1, lambda: _filled(_INPUTS, "1", "]}", 40 * _MB))
     yield Attack("a text of 15 MB", 1, lambda: _texts(1, "ab cd " * (15 * _MB // 6)))
     yield Attack("a text of quotes, 1 MB", 4, lambda: _filled(f'{{"model":"{MODEL}","input":["', r"\"\"", '"]}', 1 * _MB))
-    yield Attack("2000 texts as parts and hanging up", 4, lambda: _texts(2000), hangs_up=True)
+    yield Attack("2000 texts as parts and hanging up", 4, lambda: _texts(2000), hangs_up_after_s=0.0)
     yield Attack("1 MB in chunks of one byte", 8, lambda: b" " * _MB, chunked=True)
     yield Attack("a picture of 56 megapixels", 4, lambda: _parts([_picture(8640, 6480)]))
     yield Attack("a clip of 720p", 4, lambda: _parts([video_part((1280, 720), 30, np.random.default_rng(1))]))

@@ -24,9 +24,24 @@ _VOCABULARY = 150_000
 _CONTEXT = 16_384
 _END = "<|end|>"
 _TEMPLATE = (
+    "{% if tools %}tools: {{ tools | map(attribute='function.name') | join(', ') }}" + _END + "\n{% endif %}"
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}" + _END + "\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+_RESPONSES = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "assistant: ",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": _END, "content": "text"},
+    },
+}
 _COMPLETIONS = "/v1/completions"
 
 
@@ -46,7 +61,7 @@ def write_model(directory: Path) -> None:
     tokenizer.add_special_tokens([tokenizers.AddedToken(_END, special=True)])
     make: Any = transformers.PreTrainedTokenizerFast
     fast = make(tokenizer_object=tokenizer, eos_token=_END, clean_up_tokenization_spaces=False)
-    fast.chat_template = _TEMPLATE
+    fast.chat_template, fast.response_template = _TEMPLATE, _RESPONSES
     fast.save_pretrained(directory)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -96,9 +111,19 @@ _KNOBS: dict[str, Any] = {
 }
 
 
+def _tools(count: int) -> list[dict[str, Any]]:
+    """Tools of three arguments each, described at some length."""
+    arguments = {f"argument_{number}": {"type": "string", "description": "x" * 50} for number in range(3)}
+    parameters = {"type": "object", "properties": arguments}
+    functions = ({"name": f"tool_{number}", "description": "does " * 40, "parameters": parameters} for number in range(count))
+    return [{"type": "function", "function": function} for function in functions]
+
+
 def _every() -> Iterator[Attack]:
-    def chats(title: str, connections: int, body: bytes, small: bytes = b"") -> Attack:
-        return Attack(title, connections, lambda: body, path=CHATS, small=small or small_chat())
+    def chats(
+        title: str, connections: int, body: bytes, small: bytes = b"", *, hangs_up_after_s: float | None = None
+    ) -> Attack:
+        return Attack(title, connections, lambda: body, hangs_up_after_s, path=CHATS, small=small or small_chat())
 
     empty = [{"role": "user", "content": ""}] * 4096
     prompt = json.dumps({"model": MODEL, "prompt": list(range(100, 8100)), "max_tokens": 1, "temperature": 0}).encode()
@@ -112,6 +137,10 @@ def _every() -> Iterator[Attack]:
     yield chats("answers with 20 logprobs", 16, _chat(logprobs=True, top_logprobs=20))
     yield chats("answers with 16 stop texts of 1024 letters", 16, _chat(stop=[letter * 1024 for letter in "abcdefghijklmnop"]))
     yield chats("4096 empty messages", 16, _chat(messages=empty))
+    yield chats("1024 tools", 16, _chat(8, tools=_tools(1024)))
+    question = [{"role": "user", "content": "what " * 400}]
+    yield chats("required calls of 32 tools", 16, _chat(8, messages=question, tools=_tools(32), tool_choice="required"))
+    yield chats("chats that are hung up on after 20 ms", 16, _chat(2000), hangs_up_after_s=0.02)
     known = _chat(4, response_format=_form("known"))
     yield chats("new forms, beside a known one", 16, _chat(4, response_format=_form(f"f{NUMBER}", 12, 5)), known)
     refused = _chat(4, structured_outputs={"regex": f"(a{{1000}}){{200}}{NUMBER}"})

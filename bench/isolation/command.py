@@ -90,7 +90,8 @@ def _beside_neutral(address: str, attack: Attack, seconds: float) -> Waits:
 
 def _beside_heavy(address: str, attack: Attack, body: Path, seconds: float) -> Waits:
     arguments = [sys.executable, "-m", "bench.isolation.heavy", address, attack.path, _HEAVY_KEY, str(attack.connections)]
-    arguments += ["hangs-up"] * attack.hangs_up + ["chunked"] * attack.chunked
+    arguments += [] if attack.hangs_up_after_s is None else [f"--hang-up-after={attack.hangs_up_after_s}"]
+    arguments += ["--chunked"] * attack.chunked
     with body.open("rb") as file, Process.start(arguments, stdin=file, stdout=subprocess.PIPE, text=True) as heavy:
         if not heavy.line():
             raise BenchError("the heavy caller did not start")

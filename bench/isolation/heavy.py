@@ -1,5 +1,4 @@
-"""The heavy caller, as a process of its own: ``python -m bench.isolation.heavy ADDRESS PATH KEY CONNECTIONS [hangs-up]
-[chunked] < body``.
+"""The heavy caller, as a process of its own: ``python -m bench.isolation.heavy ADDRESS PATH KEY CONNECTIONS < body``.
 
 It posts the body again and again on so many connections until it is ended, and reads the answers, or hangs up. It says on
 stdout that it is under way; and on SIGTERM, as JSON, how many answers of each status it got.
@@ -7,6 +6,7 @@ stdout that it is under way; and on SIGTERM, as JSON, how many answers of each s
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import collections
 import itertools
@@ -29,7 +29,7 @@ class _Heavy(NamedTuple):
     path: str
     key: str
     body: bytes
-    hangs_up: bool = False
+    hangs_up_after_s: float | None = None
     chunked: bool = False
 
 
@@ -51,7 +51,8 @@ async def _post(heavy: _Heavy) -> str:
         for start in range(0, len(body), _CHUNK_NBYTES):
             writer.write(view[start : start + _CHUNK_NBYTES])
             await writer.drain()
-        if heavy.hangs_up:
+        if heavy.hangs_up_after_s is not None:
+            await asyncio.sleep(heavy.hangs_up_after_s)
             return "hung up"
         status = (await reader.readline()).split(b" ")[1].decode()
         while await reader.read(_CHUNK_NBYTES):
@@ -84,6 +85,13 @@ async def _main(heavy: _Heavy, connections: int) -> None:
 
 
 if __name__ == "__main__":
-    address, path, key, connections, *how = sys.argv[1:]
-    where = _Heavy(address, path, key, sys.stdin.buffer.read(), "hangs-up" in how, "chunked" in how)
-    asyncio.run(_main(where, int(connections)))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("address")
+    parser.add_argument("path")
+    parser.add_argument("key")
+    parser.add_argument("connections", type=int)
+    parser.add_argument("--hang-up-after", type=float, help="so many seconds after a body was sent")
+    parser.add_argument("--chunked", action="store_true", help="in chunks of one byte")
+    given = parser.parse_args()
+    where = _Heavy(given.address, given.path, given.key, sys.stdin.buffer.read(), given.hang_up_after, given.chunked)
+    asyncio.run(_main(where, given.connections))
