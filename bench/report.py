@@ -9,6 +9,7 @@ machine; it is about that commit, and is not judged again.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -39,37 +40,32 @@ _RULE = """\
 `python -m bench report` makes this page from the JSON files in `bench/results/`. No number is written by hand, and a test
 compares the page with what the program says.
 
-**A claim is dated.** It is about the commit that it names, on the machine that it names: `2026-11-28, 8d5e5d60, A`. It is
+**A claim is dated.** It is about the commit and the machine that stand above its table: `2026-11-28, 8d5e5d60, A`. It is
 measured again before a release, by `make bench-all`. In between, `make instructions` counts the instructions of a message, of
 a request and of a chat beside an earlier commit: a commit that adds some fails, or allows them and says why. A claim is carried
 as long as that has held since its commit. It is never judged again from old numbers.
+
+In tables, an empty first cell, and three dots at the beginning of a claim, stand for what the row above has there.
 
 Look at the ratios: both of their numbers come from one run on one machine. Another machine has other numbers.
 """
 
 _PEERS = """\
-The producer and the consumer are two processes, each with an event loop (uvloop). Every message is checked: its sequence
-number, its dtype, its shape, and four samples of its content, which follow from the number. Each peer is used as its users use
-it. The head of its file in `bench/peers/` says how, and what was done to make the comparison fair.
+Producer and consumer are two processes, each with an event loop (uvloop). Every message is checked: its sequence number, dtype,
+shape, and four samples of its content. Each peer is used as its users use it; the head of its file in `bench/peers/` says how.
+Tensors are of float32. At most 1 GB is in flight, so there are fewer large messages in flight.
 
-The repetitions of all transports take turns (A B C A B C), so that another program on the machine disturbs all of them alike. A
-ratio is taken within each repetition, and the tables show medians. Tensors are of float32. At most 1 GB is in flight, so there
-are fewer large messages in flight.
-
-- **latency** is one-way. It begins before the producer hands a message to the transport, and ends when the consumer has the
-  tensor. With several messages in flight, it includes the wait behind earlier ones. With one, it is the transport's own.
-- **CPU** is the user and system time of all threads of a process while it is timed. The benchmark's own stamps and checks are
-  part of it; the daemons of a transport are not. What a process does only once is not part of it either: before the timing
-  begins, all processes send for a while, and shmring has mapped the pages of its slab (about 0.2 s per GB).
+- **latency** is one-way: from before the producer hands a message over until the consumer has the tensor. With several messages
+  in flight, it includes the wait behind earlier ones.
+- **CPU** is that of a process while it is timed, the benchmark's own stamps and checks included; without the daemons of a
+  transport, and without what is done once (shmring maps the pages of its slab, about 0.2 s per GB).
 - **resident memory** does not count shared memory and the tensor that is sent.
-- **stall**: the event loop has a callback every 5 ms. A stall is the longest delay of one; waits for a core are not counted.
-- **memcpy, cold** copies to another place each time, through four times the last-level cache. It is glibc's, in one process.
-  shmring can be faster, for two reasons: it uses the memory that was released last, so a small slot is still in the cache; and
-  it copies a large tensor without reading the memory that it overwrites.
+- **stall**: the longest delay of a callback that an event loop has every 5 ms, without waits for a core.
+- **memcpy, cold** is glibc's, in one process, to another place each time, through four times the last-level cache. shmring can
+  be faster: a small slot that was released last is still in the cache, and a large tensor is copied without reading the memory
+  that it overwrites.
 - **where shmring is not the best choice**: each case in which a peer was better by more than 5 %; the best peer, and how many
-  times better it was. Transports that copy are compared with each other, and so are those that are written in place. Whatever
-  the numbers say, shmring is not for you between machines, between parties that do not trust each other, or within one process:
-  see the [README](../../README.md#when-not-to-use-it).
+  times better it was. Transports that copy are compared with each other, and so are those that are written in place.
 """
 
 _PAGES = (
@@ -93,6 +89,9 @@ python -m bench report    # writes the pages
 
 Each but the last stores with `--json bench/results/NAME.json`; `make bench-all` does so by itself, and then writes the pages.
 """
+
+#: Tables that the pages do not show, by result: what stands in their titles.
+_LEFT_TO_THE_FILE = {"request": "64 in flight", "transport-producers": "1 producer, 16 in flight"}
 
 #: Of modes, where a capital letter does not make them.
 _NAMES = {"gpu": "GPU", "sglang": "SGLang", "vllm": "vLLM", "vllm-workers": "vLLM-workers"}
@@ -248,21 +247,24 @@ def _title(mode: str) -> str:
 
 def _section(mode: str, results: _Results, machines: _Machines) -> Iterator[str]:
     yield f"## {_title(mode)}\n"
-    claims = [_claim(verdict, machines.when(findings)) for verdict, findings in _said_once(results)]
-    if claims:
-        yield Table(
-            "", ["claim", "at", "asked", "measured", "", "measured on"], claims, texts=("at", "", "measured on")
-        ).markdown()
+    claims = _said_once(results)
     said: set[str] = set()
     for name, findings in results.items():
         command = f", by `{findings.command.strip()}`" if findings.command else ""
         yield f"**{name}**, measured on {machines.when(findings)}{command}.\n"
-        for table in findings.tables:
+        if rows := [_claim(verdict) for verdict, of in claims if of is findings]:
+            yield Table("", ["claim", "at", "asked", "measured", ""], list(_shortened(rows)), texts=("at", "")).markdown()
+        left = _LEFT_TO_THE_FILE.get(name)
+        shown = [table for table in findings.tables if left is None or left not in table.title]
+        for table in shown:
             yield f"{table.title}:\n"
             yield table.markdown()
-        if notes := [note for note in findings.notes if note not in said]:
+        notes = [" ".join(new) for note in findings.notes if (new := [each for each in _sentences(note) if each not in said])]
+        said.update(itertools.chain(*map(_sentences, findings.notes)))
+        if len(shown) < len(findings.tables):
+            notes.append(f'Tables of "{left}" are in `bench/results/{name}.json` alone.')
+        if notes:
             yield "\n".join(f"- {note}" for note in notes) + "\n"
-            said.update(notes)
         if findings.coverage is None:
             yield "The plan of this result is not known, so something may be missing.\n"
         elif not findings.coverage.complete:
@@ -270,10 +272,22 @@ def _section(mode: str, results: _Results, machines: _Machines) -> Iterator[str]
             yield gaps_table(findings.coverage).markdown()
 
 
-def _claim(verdict: Verdict, when: str) -> tuple[str, ...]:
+def _sentences(note: str) -> list[str]:
+    return re.split(r"(?<=[.:]) (?=[A-Z])", note)
+
+
+def _claim(verdict: Verdict) -> tuple[str, ...]:
     """A row; where the target is missed, with the numbers that say so."""
     word = f"{verdict.word}: {verdict.detail}" if verdict.met is False and verdict.detail else verdict.word
-    return verdict.what, verdict.at, verdict.asked, verdict.measured, word, when
+    return verdict.what, verdict.at, verdict.asked, verdict.measured, word
+
+
+def _shortened(rows: list[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Yields rows; of a claim that begins as the one above it, up to a colon, the rest behind three dots."""
+    for before, (what, *rest) in itertools.pairwise([("",), *rows]):
+        head = "".join(before[0].rpartition(": ")[:2])
+        shown = f"... {what.removeprefix(head)}" if head and what.startswith(head) else what
+        yield ("" if what == before[0] else shown, *rest)
 
 
 def _said_once(results: _Results) -> list[tuple[Verdict, Findings]]:

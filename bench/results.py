@@ -133,12 +133,14 @@ class Table(msgspec.Struct, frozen=True):
         return table
 
     def markdown(self) -> str:
-        """Returns it as a document shows it."""
+        """Returns it as a document shows it. Of rows of one group, the first one has the first cell."""
         sides = "".join(
             "---:|" if number and column not in self.texts else "---|" for number, column in enumerate(self.columns)
         )
         lines = ["| " + " | ".join(map(_cell, self.columns)) + " |", f"|{sides}"]
-        lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in self.rows]
+        for row, before in zip(self.rows, [None, *self.rows], strict=False):
+            first = "" if self.grouped and before is not None and row[0] == before[0] else row[0]
+            lines.append("| " + " | ".join(map(_cell, (first, *row[1:]))) + " |")
         return "\n".join(lines) + "\n"
 
 
