@@ -42,12 +42,12 @@ ROUTES = {
     "alone. `DELETE` forgets it; `/input_items` lists its input",
     "POST /v1/responses/{response_id}/cancel": "refused, as nothing goes on in the background",
     "POST /v1/messages": "as Anthropic's API: a picture is a block `image`; the server runs no tools of its own",
-    "POST /v1/messages/count_tokens": "with `--executor transformers` or `vllm`; pictures count as well",
-    "POST /v1/audio/transcriptions": "with `--executor transformers` or `vllm`, and a Whisper model; streams are OpenAI's",
+    "POST /v1/messages/count_tokens": "with a model; pictures count as well",
+    "POST /v1/audio/transcriptions": "with a Whisper model; streams are OpenAI's",
     "POST /v1/audio/translations": "as `/v1/audio/transcriptions`, in English",
     "POST /v1/completions": "",
-    "POST /tokenize": "with `--executor transformers` or `vllm`",
-    "POST /detokenize": "with `--executor transformers` or `vllm`",
+    "POST /tokenize": "with a model",
+    "POST /detokenize": "with a model",
     "GET /ping": "as `/health`",
     "POST /ping": "as `/health`",
     "GET /load": "requests in the engines, those of all frontends",
@@ -205,7 +205,7 @@ _GENERATION_REFUSED = {
 
 _GENERATION_NAMED = {"cache_salt": "x", "mm_payload": "none", "request_id": "x", "session_id": "x", "stream_interval": 2}
 
-_OURS = "with `--executor transformers` or `vllm`"
+_OURS = "with a model"
 
 _GENERATION_NOTES = {
     "frequency_penalty": _OURS,
@@ -629,6 +629,14 @@ FIELDS = {
     ),
 }
 
+#: Routes with the route that most of their fields are as of.
+_LIKE = {
+    "POST /v1/completions": "POST /v1/chat/completions",
+    "POST /v1/messages/count_tokens": "POST /v1/messages",
+    "POST /v1/audio/translations": "POST /v1/audio/transcriptions",
+    "POST /rerank": "POST /score",
+}
+
 
 def make_page() -> str:
     """Returns the page's text: what stands before the tables now, and new tables."""
@@ -640,7 +648,13 @@ def make_page() -> str:
     there = [(f"`{option}`", "works", note) for option, note in sorted(OPTIONS.items())]
     advice = [(f"`--{name}`", "refused", text) for name, text in sorted(ADVICE.items())]
     sections.append(f"## Options of `vllm serve`\n\n{_table('option', there + advice)}\n{_OF_THE_ENGINE}")
-    sections += [f"## `{route}`\n\n{_table('field', _rows(fields))}" for route, fields in FIELDS.items()]
+    rows = {route: _rows(fields) for route, fields in FIELDS.items()}
+    for route in FIELDS:
+        other = _LIKE.get(route)
+        same = [row for row in rows[route] if other is not None and row in rows[other]]
+        more = [(name, f"as of `{other}`", "") for name, *_ in same]
+        shown = [row for row in rows[route] if row not in same]
+        sections.append(f"## `{route}`\n\n{_table('field', shown + more)}")
     return "\n".join(sections)
 
 
