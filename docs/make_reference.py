@@ -222,14 +222,18 @@ def _call(label: str, own: Callable[..., Any] | None, twin_label: str, twin: Cal
     if own is None:
         assert twin is not None
         return f"`{_signature(twin_label, twin)}`", f"{_first_sentence(inspect.getdoc(twin) or '')}{_ONLY_THERE}"
-    where = (
-        _NOT_THERE
-        if twin is None
-        else ""
-        if _arguments(own) == _arguments(twin)
-        else f" In threads: `{_signature(twin_label, twin)}`"
-    )
+    where = _NOT_THERE if twin is None else _in_threads(own, twin_label, twin)
     return f"`{_before(label, own)}{_signature(label, own)}`", f"{_first_sentence(inspect.getdoc(own) or '')}{where}"
+
+
+def _in_threads(own: Callable[..., Any], twin_label: str, twin: Callable[..., Any]) -> str:
+    """Says what differs in arguments: those that are there besides, else all."""
+    here, there = _parameters(own), _parameters(twin)
+    more = [parameter for parameter in there if parameter not in here]
+    if [parameter for parameter in there if parameter not in more] != here:
+        return f" In threads: `{_signature(twin_label, twin)}`"
+    shown = ", ".join(str(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)) for parameter in more)
+    return f" In threads also: `{shown}`" if more else ""
 
 
 def _before(label: str, call: Callable[..., Any]) -> str:
@@ -244,24 +248,24 @@ def _before(label: str, call: Callable[..., Any]) -> str:
     return "await " if is_awaited else ""
 
 
-def _arguments(call: Callable[..., Any]) -> str:
+def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter]:
     parameters = [parameter for name, parameter in inspect.signature(call).parameters.items() if name != "self"]
-    shown = [parameter.replace(annotation=inspect.Parameter.empty, default=_default(parameter)) for parameter in parameters]
-    return str(inspect.Signature(shown))
+    return [parameter.replace(annotation=inspect.Parameter.empty, default=_default(parameter)) for parameter in parameters]
+
+
+def _arguments(call: Callable[..., Any]) -> str:
+    return str(inspect.Signature(_parameters(call)))
 
 
 def _signature(label: str, call: Callable[..., Any]) -> str:
     return label + _arguments(call).replace("**overrides", "**fields")
 
 
-class _Shown:
+class _Shown(str):
     """A default as the page shows it."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-
     def __repr__(self) -> str:
-        return self._text
+        return str(self)
 
 
 def _default(parameter: inspect.Parameter) -> Any:

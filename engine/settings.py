@@ -103,7 +103,7 @@ class EngineSettings:
         max_batch_nbytes: Bytes of media from which a step admits no further request.
         max_waiting: Requests that may wait for a step.
         shutdown_timeout_s: Seconds that the requests of all frontends may go on after SIGTERM, SIGINT or SIGHUP; then they are
-            aborted. Frontends with several engines send new requests to the others meanwhile. A second signal ends it at once.
+            aborted. A second signal ends it at once.
         step_timeout_s: Seconds from which a running step makes the engine report ill health.
         profiler_dir: Where profiling, when it is started, writes its traces. None: no profiling.
         log_level: What is logged, to stderr.

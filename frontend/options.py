@@ -30,7 +30,7 @@ FRONTEND_OPTIONS = (
         envvar=(),
         multiple=True,
         help="A key that callers of /v1 must send; may be given several times. Other users of this machine can read it here, "
-        f"but not in the variable {KEYS_VARIABLE} (several with spaces) nor in a file. Keys of all three are accepted.",
+        f"but not in the variable {KEYS_VARIABLE} (several with spaces) nor in a file.",
     ),
     Option(
         ["--api-key-file"],
@@ -42,8 +42,8 @@ FRONTEND_OPTIONS = (
         ["--admin-key", "admin_keys"],
         envvar=(),
         multiple=True,
-        help="A key for the routes that pause, resume, profile and abort, which exist only with such a key. The rest is as for "
-        f"--api-key: the variable is {ADMIN_KEYS_VARIABLE}. A key can't be of both kinds.",
+        help="A key for the routes that pause, resume, profile and abort, which exist only with such a key. As --api-key; the "
+        f"variable is {ADMIN_KEYS_VARIABLE}. A key can't be of both kinds.",
     ),
     Option(
         ["--admin-key-file"],

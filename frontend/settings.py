@@ -165,54 +165,53 @@ class FrontendSettings:
         key_owners: the owners of those that have one, and their limits.
         max_concurrent_requests: Requests that a frontend has in flight, streams included; others wait in their sockets.
 
-            1024 is what the engine takes from one frontend (``RingConfig.max_inflight``).
+            The engine takes 1024 from one frontend (``RingConfig.max_inflight``).
         max_concurrent_media: Requests with large media files that a frontend decodes at a time.
 
-            Such a file stays in memory until it is decoded, and its decoder has a copy of it.
+            Such a file stays in memory until it is decoded, twice.
         max_queued_requests: Requests that may wait for either, in a frontend, before 503.
 
-            Each costs a connection, up to 320 KB of body that arrived with its header, and its part of ``max_bodies_nbytes``.
+            Each costs a connection, up to 320 KB of body, and its part of ``max_bodies_nbytes``.
         queue_timeout_s: Seconds they wait before 503.
 
-            A request waits as long for memory to decode its media into. Shorter than the 600 s after which the ``openai``
-            client gives up.
+            A request waits as long for memory to decode into. The ``openai`` client gives up after 600 s.
         body_timeout_s: Seconds a body may take to arrive before 408.
 
             A slow body delays no other request, but takes memory and a connection.
         slot_timeout_s: Seconds to wait for space in the slab before 503.
         request_timeout_s: Seconds from the end of a request's body to the last byte of its answer before 504.
 
-            That is media, slot, engine and sending. 600 s are what the ``openai`` client waits.
+            The ``openai`` client waits for 600 s.
         max_body_nbytes: Largest body of a request.
 
             64 MiB hold six pictures of 12 megapixels as JPEG in base64.
         max_bodies_nbytes: Bytes of all bodies that a frontend holds; further ones wait in their sockets.
 
-            These are bodies that are not in the slab yet. Flow control bounds what waits; one body at a time may exceed it.
+            Bodies that are not in the slab yet; one at a time may exceed it.
         max_decoded_nbytes: Bytes of decoded media that a frontend holds outside the slab; further ones wait.
 
-            A quarter of it is for requests that are decoded quickly; the rest holds five pictures of 12 megapixels, or four
-            clips of 16 frames of 1280 x 720. A larger request is decoded alone.
+            A quarter is for requests that are decoded quickly; the rest holds five pictures of 12 megapixels. A larger request
+            is decoded alone.
         max_media_nbytes: Most bytes of a request's media files together, fetched ones included.
         max_inputs: Most inputs of an embedding request.
 
             As many as in OpenAI's API.
-        response_store_nbytes: Bytes of conversations and answers of /v1/responses that the server keeps, unless they say
-            store: false; all frontends together, which share them.
+        response_store_nbytes: Bytes of conversations and answers of /v1/responses that the server keeps, unless they say store:
+            false; of all frontends together.
 
             What is too old goes first, then the oldest of whoever has most. One may have a quarter of a frontend's part.
         response_lifetime_s: Seconds for which it keeps them at most. 0: it keeps none.
         limit_mm_per_prompt: Most media of a request: JSON, or image=16,video=2.
         max_priority: How urgent callers may say that a request is: priority -N is the most urgent. 0: none more than usual.
 
-            More urgent requests go first, whoever sends them. Behind a key in a file, ``max-priority=N`` says it for its owner.
+            More urgent requests go first, whoever sends them. ``max-priority=N`` behind a key says it for its owner.
         engine_retries: With several engines: how often a request is sent to another engine because its own died before it had
             replied.
 
             A request that crashes engines can crash this many and one more.
         decoders: Processes in which a frontend decodes media, one medium each at a time.
 
-            Each keeps one core busy. With two or more, one is kept for small pictures and recordings.
+            Each keeps a core busy. Of two or more, one is for small pictures and recordings.
         disable_mm_shm: Decode media into private memory, and copy them to shared memory when they are sent; to compare with.
         access_log: Write a line for each request to stderr, whatever --log-level says: caller, method, path, status, seconds.
         media_limits: what media may be.
@@ -287,8 +286,7 @@ class ProcessSettings:
         timeout_keep_alive_s: Seconds that a connection stays open between two requests. Behind a load balancer, set more than
             the balancer's own time.
 
-            If a balancer keeps connections for longer than the server, it sends requests on connections that the server has
-            just closed.
+            Else it sends requests on connections that the server has just closed.
         listen_fd: A listening socket to inherit instead.
         connect_timeout_s: Seconds to wait for the engine, which may be loading a model.
 
@@ -296,8 +294,8 @@ class ProcessSettings:
         index: which one of its server's it is; None: it has no supervisor.
         shutdown_delay_s: Seconds that it goes on listening after SIGTERM, SIGINT or SIGHUP, while /ready answers 503, so that a
             load balancer notices.
-        shutdown_timeout_s: Seconds that running requests may go on after that; then, or with 0 at once, they are aborted. A
-            server takes up to 6 s more to stop, and 0.5 s for each GiB of slab; a second signal kills it.
+        shutdown_timeout_s: Seconds that running requests may go on after that; then, or with 0 at once, they are aborted.
+            Stopping takes up to 6 s more, and 0.5 s for each GiB of slab; a second signal kills.
         log_level: What is logged, to stderr.
         log_format: How: text for people, or json, an object in a line.
         otlp_traces_endpoint: Where traces go, by OTLP: http://localhost:4317 for gRPC, http://localhost:4318 for HTTP. None:

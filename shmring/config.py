@@ -94,61 +94,53 @@ class RingConfig:
         slab_nbytes: size of the whole slab, replies included. It is reserved at the start.
         backing: where the slab lies; ``"auto"``: in ``/dev/shm`` where it fits, else in a memfd.
 
-            The log says which. ``"/dev/shm"``: in that mount. ``"memfd"``: in memory that no mount limits, only the machine's
-            and the container's memory, and that no process can truncate. The part for replies is always a memfd, which only the
-            engine can write.
+            The log says which. ``"/dev/shm"``: in that mount. ``"memfd"``: in memory that no mount limits and no process can
+            truncate. Replies are always in a memfd, which only the engine can write.
         reply_nbytes: the part of it that is kept for replies; ``None``: a sixteenth of the slab.
-
-            So replies never wait for the memory of requests that wait for replies.
-        max_lease_nbytes: the largest *base* lease a frontend gets; ``None``: an eighth of what can be leased, so that
-            eight frontends can connect before any of them has to give something back.
+        max_lease_nbytes: the largest *base* lease a frontend gets; ``None``: an eighth of what can be leased, so eight can
+            connect before any has to give something back.
         client_quota_nbytes: how many bytes one frontend may hold in leases while others are connected; ``None``: three quarters
-            of what can be leased, so that a stopped frontend can't starve the rest. A frontend that is alone may hold all of
-            it, and each frontend may always have one lease of any size.
+            of what can be leased, so a stopped frontend can't starve the rest. One that is alone may hold all, and each may
+            always have one lease of any size.
         kept_nbytes: how many bytes of the slab may hold content that is kept to be sent again (``client.keep``); ``None``: half
-            of what can be leased; 0: nothing is kept. Content that is not pinned is dropped when a frontend needs its memory.
-            So this bounds the pinned content: the rest of the slab is always there for requests.
+            of what can be leased; 0: nothing is kept. Content that is not pinned gives way to leases, so this bounds what is
+            pinned.
         max_clients: connections of frontends at a time.
 
-            Each costs two descriptors; 256 stays below the usual limit of 1,024. A connection that has ended does not count,
-            even if its memory is kept until its process ends. A process with 16 of these is refused.
+            Each costs two descriptors; the usual limit is 1,024. A connection that has ended does not count. A process with 16
+            of these is refused.
         max_inflight: requests a client may have in flight. Bounds the engine's queue and its terminal replies.
         message_ring_nbytes: how many bytes of a client's messages may be unread, and as many of the messages to it; a power of
-            two. Each client costs twice this much memory. A quarter of it, but at most 64 KiB, is the largest message: larger
-            payloads travel in slots, and the arguments and results of calls can't be larger.
+            two. A quarter of it, but at most 64 KiB, is the largest message: larger payloads travel in slots, arguments and
+            results of calls can't be larger.
         max_payload_nbytes: the largest payload, either way. Tensors don't count, text and ``bytes`` do.
-
-            Decoding them takes private memory of the reader, and its loop waits meanwhile.
         max_tensors: tensors in one payload; their dimensions count toward ``max_payload_nbytes`` anyway.
-        max_values: what the values of one payload may count, either way. A number, a truth value or nil counts 1, text, bytes,
-            an array or a map 4, an extension 8; 8 bytes of text that is not ASCII count 1. Reading a payload takes 40
-            nanoseconds and 40 bytes for each count, beside its text and bytes. So a loop waits for one payload for 20 ms at
-            most; this is half a million numbers or a hundred thousand words. Send more values as a tensor: a tensor is one
-            value, however large.
+        max_values: what the values of one payload may count, either way: a number, a truth value or nil 1, text, bytes, an
+            array or a map 4, an extension 8; 8 bytes of text that is not ASCII 1. Reading a count takes 40 nanoseconds and 40
+            bytes, so a loop waits for one payload for 20 ms at most: half a million numbers, or a hundred thousand words. Send
+            more values as a tensor, which is one value.
         allowed_uids: user ids that may connect; ``None``: the engine's own.
         socket_dir: where the socket lives; ``None``: ``$XDG_RUNTIME_DIR/shmring``, else ``/tmp/shmring-<uid>``.
         prefault: touch the whole slab at the start, so that no request pays for a page's first use (49 ms per 64 MB).
-        pin: whether the slab is registered with CUDA at the start, so that ``claim.to`` is a DMA from the slot. ``"auto"``:
-            where CUDA works, else say so once and go on without; ``"on"``: fail where it doesn't; ``"off"``: leave CUDA
-            alone. It takes about 0.1 s a GB, and a CUDA context on this thread's current device.
+        pin: whether the slab is registered with CUDA at the start (0.1 s a GB, and a context on this thread's current device),
+            so that ``claim.to`` is a DMA from the slot. ``"auto"``: where CUDA works, else say so once; ``"on"``: fail where it
+            doesn't; ``"off"``: leave CUDA alone.
         staging_nbytes: memory on each GPU that ``claim.to`` copies to, allocated at the first copy there. A request keeps its
-            part until its last tensor is gone; no request can be larger than this.
-        device_slab_nbytes: memory on a GPU that frontends write tensors to (``client.slot(..., device="cuda")``), for tensors
-            that are made there. Allocated at the start, rounded up to 2 MiB; 0: none. One frontend may hold three quarters of
-            it while others are connected.
+            part until its last tensor is gone, and can be no larger than this.
+        device_slab_nbytes: memory on a GPU for tensors that frontends make there (``client.slot(..., device="cuda")``),
+            allocated at the start, rounded up to 2 MiB; 0: none. One frontend may hold three quarters of it while others are
+            connected.
         device_slab_device: which GPU; ``"cuda"``: this thread's current one.
         inline_nbytes: requests whose tensors take no more than this may travel in the message, and such replies always do. At 4
-            and 8 KiB that costs both sides together a quarter less than a slot; from 32 KiB on it costs more, and the bytes are
-            not pinned.
+            and 8 KiB that costs a quarter less than a slot; from 32 KiB on it costs more. Such bytes are not pinned.
         busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes tens of
-            microseconds off its latency and costs a core meanwhile. 0: for 200 microseconds, in which a peer can wake up and
-            answer, and only while that helps. A longer time helps if answers take longer. If it is set, ``gather`` looks for
-            replies for up to 250 microseconds before the loop goes on, and ``claim``, while no request is in hand, for up to
-            50.
-        worker_backlog: how many messages a worker may have that it has not left yet; at most 256. If a worker has so many,
-            further messages to it wait, and so does the engine. Before that, a slow worker delays nobody.
-        broadcast_nbytes: memory for the copies of tensors that are sent to workers. Reserved when the first worker joins; only
-            the engine can write it. The copies of all messages that workers have not left yet must fit.
+            microseconds off its latency and costs a core meanwhile. 0: for 200 microseconds, and only while that helps. If it
+            is set, ``gather`` looks for replies for up to 250 microseconds before the loop goes on, and ``claim``, while no
+            request is in hand, for up to 50.
+        worker_backlog: how many messages a worker may have that it has not left yet; at most 256. Further messages to it wait,
+            and so does the engine; before that, a slow worker delays nobody.
+        broadcast_nbytes: memory for the copies of tensors in all messages that workers have not left yet. Reserved when the
+            first worker joins; only the engine can write it.
         debug: log which views outlive their claim, where that was left, and what holds them. Looking stops the loop for a
             moment.
     """
@@ -220,18 +212,17 @@ class ClientConfig:
         inline_nbytes: payloads whose tensors have no more bytes than this travel in the message, if the engine allows as much;
             :class:`RingConfig` says why.
         copy_offload_nbytes: copies larger than this run on a thread; smaller ones in the loop, at most so many bytes in each
-            turn. 16 MiB take one to two milliseconds; handing 8 MiB to a thread and back takes half as long again as the copy.
+            turn (16 MiB take one to two milliseconds).
         lease_idle_s: a further lease that has been empty for this long goes back to the engine.
-        connect_timeout_s: how long ``connect`` waits for an engine of that name, and for its answer. Somebody may be starting
-            it in another terminal, it may be loading torch, and filling a slab takes about a second per 4 GiB. After two
-            seconds, the log says for whom it waits.
+        connect_timeout_s: how long ``connect`` waits for an engine of that name, and for its answer. After two seconds, the log
+            says for whom it waits.
         socket_dir: as in :class:`RingConfig`.
         engine_uids: user ids an engine may run under; ``None``: this process's own. An engine of another user is refused.
-        prefault: map all of the slab's pages soon after attaching, so that no copy pays for their first use. This takes no
-            memory but page tables (2 MiB per GiB). From then on, the slab counts as resident in this process.
+        prefault: map all of the slab's pages soon after attaching, so that no copy pays for their first use. This takes page
+            tables (2 MiB per GiB); the slab then counts as resident in this process.
         busy_poll_s: as in :class:`RingConfig`, for this end.
-        map_leased_only: a debug mode: only leased ranges are writable in this process, so that a stray write anywhere else is a
-            fault here instead of another process's wrong tensor.
+        map_leased_only: a debug mode: only leased ranges are writable in this process, so a stray write elsewhere is a fault
+            here, not another process's wrong tensor.
         debug: log which views outlive their slot, where that was left, and what holds them. Looking stops the loop for a
             moment.
     """
@@ -262,16 +253,15 @@ class WorkerConfig:
     """A worker's side.
 
     Attributes:
-        connect_timeout_s: how long ``join`` waits for an engine of that name, and for its answer. Somebody may be starting it
-            in another terminal, and it reserves memory when the first worker joins. After two seconds, the log says for whom
-            it waits.
+        connect_timeout_s: how long ``join`` waits for an engine of that name, and for its answer. After two seconds, the log
+            says for whom it waits.
         socket_dir: as in :class:`RingConfig`.
         engine_uids: user ids an engine may run under; ``None``: this process's own. An engine of another user is refused.
         prefault: map all pages of the engine's memory when joining, so that no message pays for their first use.
-        busy_poll_s: for how long ``receive`` looks for the next message before it sleeps, which takes tens of microseconds off
-            its latency and costs a core meanwhile. (It looks for 0.1 ms anyway, as long as that helps.) Other processes run
-            between two looks. If they keep the core for more than 100 microseconds, the next 64 waits sleep at once: a sleeping
-            worker gets the core back sooner. An engine that gathers replies polls with its own (``RingConfig``).
+        busy_poll_s: for how long ``receive`` looks for the next message before it sleeps (0.1 ms anyway, as long as that
+            helps), which takes tens of microseconds off its latency and costs a core meanwhile. Other processes run between two
+            looks; if they keep the core for more than 100 microseconds, the next 64 waits sleep at once. An engine that gathers
+            replies polls with its own (``RingConfig``).
     """
 
     connect_timeout_s: float = 60.0

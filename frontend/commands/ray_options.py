@@ -62,11 +62,10 @@ class DeploymentSettings:
     Attributes:
         num_replicas: Replicas: each is a frontend with its engine, on one node. auto: as many as Ray Serve finds that requests
             need.
-        autoscaling_config: With auto: between how many, and when there are more or fewer, as a JSON object: what Ray Serve's
-            AutoscalingConfig has.
+        autoscaling_config: With auto: what Ray Serve's AutoscalingConfig has, as a JSON object.
 
-            Without target_ongoing_requests, Ray Serve takes 2, and starts a replica for every two requests. A replica answers
-            many at once: set it to half of max_ongoing_requests, for example.
+            Without target_ongoing_requests, Ray Serve starts a replica for every two requests: set it to half of
+            max_ongoing_requests, for example.
         num_cpus: CPUs of an engine, as Ray counts them; torch uses as many threads. A frontend has one more.
         num_gpus: GPUs of an engine.
         max_ongoing_requests: Requests that a replica has at a time, streams included; others wait in Ray Serve's proxy, or go

@@ -33,8 +33,7 @@ _OWN = (
     Option(
         ["--stop-with-stdin"],
         is_flag=True,
-        help="Stop when standard input ends. If a program starts the server with a pipe as standard input, the server also "
-        "stops when that program is killed.",
+        help="Stop when standard input ends: with a pipe of the program that starts the server, also when that is killed.",
     ),
 )
 _ENGINE = tuple(option for option in ENGINE_OPTIONS if option.name not in {own.name for own in _OWN})

@@ -49,13 +49,13 @@ class FetchSettings:
             ``*.b.org`` is every name below it, but not itself. Without a port, both 80 and 443 are meant.
         allowed_media_networks: Private networks that these hosts may be in: 10.1.0.0/16. Empty: none.
 
-            That is for an object store in the cluster. Its name must be among the domains all the same.
+            Their names must be among the domains all the same.
         allowed_local_media_path: A directory whose files may be read by file: URLs. None: none.
 
             Only regular files are read.
         fetch_timeout_s: Seconds for fetching one medium.
 
-            Redirects and waiting for its turn are included. At 30 s, 64 MiB arrive over 18 Mbit/s.
+            Redirects and waiting for its turn are included.
         max_redirects: of one fetch. Object stores and mirrors use one or two.
 
     Raises:

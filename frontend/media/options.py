@@ -59,7 +59,7 @@ class MediaLimits:
             Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab.
         max_aspect_ratio: Longer side by shorter side, of pictures and frames.
 
-            200 is what vision models' own preprocessing accepts at most (Qwen2-VL); a panorama has 10.
+            Vision models accept 200 at most (Qwen2-VL); a panorama has 10.
         max_image_expansion: Decoded bytes for each byte of the file, of large pictures.
 
             See :class:`PictureLimits`.
@@ -73,7 +73,7 @@ class MediaLimits:
             64 MiB holds 600 s of 16-bit stereo at 48 kHz less a little, and hours of MP3.
         max_audio_duration_s: Longest recording, in seconds.
 
-            Ten minutes at 16 kHz take 38 MB of the slab as a waveform and 19 MB as 80 mel bands.
+            Ten minutes at 16 kHz take 38 MB of the slab, 19 MB as 80 mel bands.
         max_video_nbytes: Largest file of a clip.
 
             256 MiB holds 60 s as phones record 4K (35 Mbit/s).
@@ -82,8 +82,7 @@ class MediaLimits:
             All its packets are read, and up to all its frames decoded, to show a few of them.
         max_frame_pixels: Most pixels of a clip's frame.
 
-            4096 x 2160 is the largest that decoders of phones and cameras make; a decoder holds up to 16 such frames of 13 MB
-            for reference.
+            4096 x 2160 is the largest that phones and cameras make; a decoder holds up to 16 such frames of 13 MB.
         max_num_frames: Most frames taken of a clip.
 
             512 frames of 448 x 448 take 308 MB of the slab.
@@ -96,14 +95,13 @@ class MediaLimits:
             more than 200 000.
         max_decode_s: Seconds of a processor's core that a medium may take.
 
-            They count from its header to its last pixel. A picture of 12 megapixels takes 0.2, a minute of 1920 x 1080 with
-            keyframes about 5, the worst that the other limits let through minutes.
+            A picture of 12 megapixels takes 0.2, a minute of 1920 x 1080 about 5, the worst that other limits let through
+            minutes.
         max_missing_share: Share of a medium that may be missing because its file is damaged or truncated: 0 to 1; callers are
             told what is.
 
-            It counts what the file promises (:mod:`shmring.frontend.media.damage`). With a tenth, a medium still is what its
-            sender meant: an upload that ended a moment too soon, a bad block in the middle. Half of a recording is another
-            one, and an answer about it would be wrong without anybody noticing.
+            It counts what the file promises (:mod:`shmring.frontend.media.damage`). What lacks a tenth is still what its sender
+            meant; half of a recording is another one.
     """
 
     max_image_pixels: Annotated[int, Flag(names=("--max-pixels",))] = 64_000_000

@@ -133,12 +133,12 @@ class ServeOptions:
         frontends: Frontend processes that share the port.
         start_timeout_s: Seconds until all processes must be ready. Loading a large model takes minutes.
         heartbeat_timeout_s: Seconds without a sign of life of its event loop after which a process is killed and replaced; a
-            single engine ends the server. 0: never, for whoever stops processes to debug them.
+            single engine ends the server. 0: never, for debugging.
         lifeline_fd: a pipe, socket or terminal; the server stops when its other end is closed. None: there is none.
-        ready_fd: Write a line of JSON to this descriptor, and close it, when the server is ready: its url, and the pids of its
-            engines and frontends. It is a pipe's or a file's that the server has inherited.
-        health_port: Answer GET /health at this port of --host, too: by the supervisor, which says whether only a restart helps.
-            Probes there are answered in time however busy the frontends are. No caller needs to reach it; 0 is any free port.
+        ready_fd: Write a line of JSON to this inherited descriptor, and close it, when the server is ready: its url, and the
+            pids of its engines and frontends.
+        health_port: Answer GET /health at this port of --host, too: by the supervisor, which says whether only a restart helps,
+            in time however busy the frontends are. 0 is any free port.
         notice: a line for whoever starts it; empty: none.
     """
 
