@@ -8,6 +8,8 @@ from importlib import resources
 import msgspec
 import torch
 
+_CLEAR = 0.9  # more than two different originals of any kind ever have
+
 
 class Score(msgspec.Struct, frozen=True):
     """What became of one alteration: cosines of all copies and their originals, and how many are nearest to their own."""
@@ -17,6 +19,11 @@ class Score(msgspec.Struct, frozen=True):
     mean: float
     found: int
     copies: int
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether all copies were found, and none of them was near the limit: then a table need not show it."""
+        return self.found == self.copies and self.lowest >= _CLEAR
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -29,18 +36,22 @@ class Kind(msgspec.Struct, frozen=True):
     scores: Sequence[Score]
 
     def markdown(self) -> str:
-        """Returns a heading and a table."""
+        """Returns a heading, the alterations that change little, and a table of the others."""
         between = f"at most **{self.highest_between:.2f}**, {self.mean_between:.2f} on average"
+        clear = [row.alteration for row in self.scores if row.is_clear]
         lines = [
             f"### {self.name}",
             "",
-            f"{self.originals} originals. Two different ones: {between}.",
+            f"{self.originals} originals. Two different ones: {between}. All copies found, with a score of {_CLEAR} or more: "
+            f"{'; '.join(clear) or 'none'}.",
             "",
             "| alteration | lowest score | mean | found |",
             "|---|---|---|---|",
         ]
         lines += [
-            f"| {row.alteration} | {row.lowest:.2f} | {row.mean:.2f} | {row.found} of {row.copies} |" for row in self.scores
+            f"| {row.alteration} | {row.lowest:.2f} | {row.mean:.2f} | {row.found} of {row.copies} |"
+            for row in self.scores
+            if not row.is_clear
         ]
         return "\n".join(lines)
 

@@ -38,9 +38,12 @@ def test_a_copy_is_found_if_no_other_original_is_nearer() -> None:
 
 
 def test_a_table_has_a_line_for_each_alteration() -> None:
-    table = Kind("Things", 3, 0.514, 0.2, [Score("bent", 0.5, 0.75, 2, 3)]).markdown()
-    assert "3 originals. Two different ones: at most **0.51**, 0.20 on average." in table
-    assert table.endswith("| bent | 0.50 | 0.75 | 2 of 3 |")
+    scores = [Score("grey", 0.9, 0.95, 3, 3), Score("bent", 0.5, 0.75, 2, 3), Score("red", 0.99, 0.99, 2, 3)]
+    table = Kind("Things", 3, 0.514, 0.2, scores[:2]).markdown()
+    assert "3 originals. Two different ones: at most **0.51**, 0.20 on average. All copies found" in table
+    assert "with a score of 0.9 or more: grey." in table
+    assert table.endswith("---|\n| bent | 0.50 | 0.75 | 2 of 3 |")
+    assert [row.is_clear for row in scores] == [True, False, False], "one copy was not found"
 
 
 @pytest.mark.slow  # a thousand copies are made, and described
@@ -51,7 +54,11 @@ def test_the_page_says_what_is_measured() -> None:
         [between] = re.findall(r"at most \*\*(.*?)\*\*", table)
         assert float(between) == pytest.approx(kind.highest_between, abs=SCORE_TOLERANCE), kind.name
         rows = dict(re.findall(r"^\| (.*?) \| (.*) \|$", table, re.MULTILINE))
+        clear = table.partition(" or more: ")[2].partition(".\n")[0].split("; ")
         for measured in kind.scores:
+            if measured.alteration in clear:
+                assert measured.is_clear or measured.lowest >= 0.9 - SCORE_TOLERANCE, measured.alteration
+                continue
             lowest, mean, found, copies = numbers_of(rows[measured.alteration])
             place = f"{kind.name}: {measured.alteration}"
             assert lowest == pytest.approx(measured.lowest, abs=SCORE_TOLERANCE), place
