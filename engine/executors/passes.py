@@ -14,14 +14,16 @@ from shmring.engine.executors.written import Answer
 
 __all__ = ["Passes"]
 
-# Tokens of prompts in a step: while answers are written, and at most while none is. With a model of which a token takes a
+# Tokens of prompts in a step: at most while answers are written, and while none is. With a model of which a token takes a
 # millisecond, an answer pauses for an eighth of a second. A prompt that is read by itself has pieces of the first length.
 _PIECE_TOKENS = 128
 _IDLE_TOKENS = 2048
-_IDLE_S = 0.025  # that tokens of prompts take about, while no answer is written: whoever comes meanwhile waits for their end
+_IDLE_S = 0.0125  # that tokens of prompts take about, while no answer is written: whoever comes meanwhile waits for their end
 
-# What choosing the tokens of one owner's answers may take of a step that others are in: as long as a pass of a small model.
-_CHOOSING_S = 0.004
+# Of a step that others are in, what choosing the tokens of one owner's answers may take, and about what reading prompts may
+# while answers are written: as long as a pass of a small model. So many tokens are read in any case.
+_SHARED_S = 0.004
+_LEAST_TOKENS = 16
 
 _LONE_PASSES = 2  # in a step, of answers that are read by themselves: each takes as long as one of all others together
 
@@ -63,17 +65,17 @@ class Passes:
         """
         pieces = {answer: 1 for answer in answers if answer.context.prompt is None}
         prompts = [answer for answer in answers if answer.context.prompt is not None]
-        left = _PIECE_TOKENS
+        left = most = self._most_beside(answers)
         shortest_first = sorted(prompts, key=lambda answer: answer.context.unread)
         if not pieces:
-            left = max(_PIECE_TOKENS, min(_IDLE_TOKENS, int(_IDLE_S / self._token_s)))
+            left = max(most, min(_IDLE_TOKENS, int(_IDLE_S / self._token_s)))
             for answer in shortest_first:
-                if answer.context.unread > left - _PIECE_TOKENS // 2:
+                if answer.context.unread > left - most // 2:
                     break
                 pieces[answer] = answer.context.unread
                 left -= pieces[answer]
             if pieces:
-                left = min(left, _PIECE_TOKENS)
+                left = min(left, most)
         for line, kept in ((prompts, left // 2), (shortest_first, 0)):
             for answer in line:
                 count = min(answer.context.unread - pieces.get(answer, 0), left - kept)
@@ -81,6 +83,12 @@ class Passes:
                     pieces[answer] = pieces.get(answer, 0) + count
                     left -= count
         return pieces
+
+    def _most_beside(self, answers: Sequence[Answer]) -> int:
+        """Returns how many tokens of prompts are read beside answers: fewer, if not all are one owner's."""
+        if len({answer.owner for answer in answers}) < 2:
+            return _PIECE_TOKENS
+        return min(_PIECE_TOKENS, max(_LEAST_TOKENS, int(_SHARED_S / self._token_s)))
 
     def _choose_lone(self, answers: Sequence[Answer]) -> list[Answer]:
         """Returns the answers that are read alone in this step: the first one, and of the others the one whose turn is next."""
@@ -93,8 +101,8 @@ class Passes:
         """Returns the answers that are read in this step: all of them, if they are one owner's. Otherwise, of each owner, as
         many as take some milliseconds to choose tokens for, in turn.
         """
-        left = dict.fromkeys((answer.owner for answer in answers), _CHOOSING_S)
-        if len(left) < 2 or sum(answer.choosing_s for answer in answers) <= _CHOOSING_S:
+        left = dict.fromkeys((answer.owner for answer in answers), _SHARED_S)
+        if len(left) < 2 or sum(answer.choosing_s for answer in answers) <= _SHARED_S:
             return answers
         chosen = set()
         for answer in sorted(answers, key=lambda answer: answer.turn):

@@ -3,9 +3,10 @@
 How a request is prepared stands in one function, a generator, which yields whatever the request waits for: a job of a thread,
 or a later step. Steps go on meanwhile.
 
-Short texts are made into tokens within a step, as many as take some ten milliseconds; further requests come again. Media have
-a thread of their own, and so do long texts. Both do one piece of work after the other. A request has one piece of work at a
-time, so those of others come between. Both are shared by owner (:mod:`.shared_threads`).
+Short texts are made into tokens within a step, as many as take some ten milliseconds, and less of one owner's in a step that
+others are in; further requests come again. Media have a thread of their own, and so do long texts. Both do one piece of work
+after the other. A request has one piece of work at a time, so those of others come between. Both are shared by owner
+(:mod:`.shared_threads`).
 
 Invariant: a request that has ended leaves nothing behind: the queue of a thread does not keep what it was to prepare.
 """
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from shmring.engine.executors.shared_threads import Job, SharedThreads, summed
@@ -33,6 +35,11 @@ FORMS, PREPARING = "forms", "preparing"
 #: A text of more characters is made into tokens beside steps. Those of a step have no more together, which take some ten
 #: milliseconds.
 _LONG_CHARACTERS = 16 << 10
+
+# What the prompts of one owner may have together in a step that others are in, which takes some four milliseconds; and as how
+# many a prompt counts at least, since reading it costs something, however short it is.
+_SHARED_CHARACTERS = 6 << 10
+_LEAST_CHARACTERS = 1536
 
 #: A step with nothing to do waits so long for something that is being prepared. Requests that come wait, too.
 LOOKING_S = 0.01
@@ -98,13 +105,21 @@ class Preparing(Generic[_Prepared]):
         self._requests: dict[int, _Request[_Prepared]] = {}
         self._seconds: dict[int, dict[str, float]] = {}  # that requests have not paid for, by part
         self._characters = 0  # of texts that this step has made into tokens
+        self._characters_of = Counter[str]()  # of them, by owner, as they count in a step that others are in
+        self._owners: Collection[str] = ()
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._requests
 
-    def begin_step(self) -> None:
-        """A step may make texts into tokens again."""
+    def begin_step(self, owners: Collection[str] = ()) -> None:
+        """A step may make texts into tokens again.
+
+        Args:
+            owners: who has requests in it.
+        """
         self._characters = 0
+        self._characters_of.clear()
+        self._owners = owners
 
     def begin(self, request_id: int, owner: str, stages: Stages[_Prepared]) -> None:
         """Has something prepared for a request, for which nothing else is."""
@@ -146,11 +161,20 @@ class Preparing(Generic[_Prepared]):
         request = self._requests.get(request_id)
         return None if request is None else request.stage
 
-    def room_for(self, characters: int) -> Stages[None]:
-        """Waits for a step that can make so many characters into tokens besides; the first ones of a step always."""
-        while self._characters and is_long(self._characters + characters):
+    def room_for(self, owner: str, characters: int) -> Stages[None]:
+        """Waits for a step that has room for so many characters of an owner besides: for the first ones, in any."""
+        counted = max(characters, _LEAST_CHARACTERS)
+        while not self._has_room(owner, characters, counted):
             yield LATER
         self._characters += characters
+        self._characters_of[owner] += counted
+
+    def _has_room(self, owner: str, characters: int, counted: int) -> bool:
+        if self._characters and is_long(self._characters + characters):
+            return False
+        before = self._characters_of[owner]
+        is_shared = any(other != owner for other in self._owners)
+        return not (is_shared and before and before + counted > _SHARED_CHARACTERS)
 
     def on_thread(self, name: str, owner: str, work: Callable[[], _Result], *, keeps_inputs: bool = True) -> Stages[_Result]:
         """Has a thread do some work.

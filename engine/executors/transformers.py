@@ -206,7 +206,7 @@ class TransformersExecutor:
         outputs: dict[int, StepOutput | Exception] = {}
         to_encode: dict[int, EncodeRequest] = {}
         copied_nbytes = 0
-        self._preparing.begin_step()
+        self._preparing.begin_step(self._owners_of(batch))
         self._taken.clear()
         self._beside.clear()
         for part in batch:
@@ -236,6 +236,11 @@ class TransformersExecutor:
                 self.forget(request_id)
         numbers = [part.request_id for part in batch]
         return [priced(outputs[number], self._taken[number], self._beside[number]) for number in numbers]
+
+    def _owners_of(self, batch: Sequence[StepInput]) -> set[str]:
+        """Returns who begins with a request in a step, or has an answer in it."""
+        owners = {part.payload.owner for part in batch if part.payload is not None}
+        return owners | {answer.owner for part in batch for answer in self._answers.get(part.request_id, ())}
 
     def waits_for(self, request_id: int) -> str:
         """Says what a request of the step waits for; nothing, if its answer is being written. From any thread."""
@@ -319,7 +324,7 @@ class TransformersExecutor:
         characters = count_characters(request)
         thread = thread_for(characters, has_media=bool(request.media) and self._model.flat)
         if thread is None:
-            yield from self._preparing.room_for(characters)
+            yield from self._preparing.room_for(request.owner, characters)
             return self._prepare(request_id, request, self._prompts, grammars)
         request = msgspec.structs.replace(request, media=[_copy(medium) for medium in request.media])
         work = functools.partial(self._prepare, request_id, request, self._prompts_of[thread], grammars)

@@ -207,7 +207,7 @@ class VllmExecutor(VllmLoop[_Request]):
             has_media = not isinstance(items[0], Text)
         thread = thread_for(characters, has_media=has_media)
         if thread is None:
-            yield from self._preparing.room_for(characters + _TEXT_CHARACTERS * len(items))
+            yield from self._preparing.room_for(payload.owner, characters + _TEXT_CHARACTERS * len(items))
             request.turn = next(self._turns)
             return self._prepare(payload, items)
         work = functools.partial(self._prepare, payload, items)

@@ -61,7 +61,7 @@ def test_a_step_makes_so_much_text_into_tokens(monkeypatch: pytest.MonkeyPatch) 
     prepared = Preparing[int]()
 
     def read(characters: int) -> Stages[int]:
-        yield from prepared.room_for(characters)
+        yield from prepared.room_for("", characters)
         return characters
 
     for number, characters in enumerate([1000, 60, 40, 100]):
@@ -72,6 +72,31 @@ def test_a_step_makes_so_much_text_into_tokens(monkeypatch: pytest.MonkeyPatch) 
         found.append([prepared.take(number) for number in range(4) if number in prepared])
         prepared.wait([])
     assert found == [[1000, None, None, None], [60, 40, None], [100]], "the first one is taken in any case"
+
+
+def test_one_owner_has_less_of_a_step_that_others_are_in() -> None:
+    prepared = Preparing[int]()
+
+    def read(owner: str, characters: int) -> Stages[int]:
+        yield from prepared.room_for(owner, characters)
+        return characters
+
+    def steps(owners: set[str], requests: list[tuple[str, int]]) -> list[list[int]]:
+        """Which requests were read in each step."""
+        for number, (owner, characters) in enumerate(requests):
+            prepared.begin(number, owner, read(owner, characters))
+        found = []
+        while any(number in prepared for number in range(len(requests))):
+            prepared.begin_step(owners)
+            found.append([number for number in range(len(requests)) if prepared.take(number) is not None])
+        return found
+
+    short = [("a", 10)] * 9
+    assert steps({"a"}, short) == [[*range(9)]]
+    assert steps({"a", "b"}, short) == [[0, 1, 2, 3], [4, 5, 6, 7], [8]], "a prompt costs something, however short it is"
+    assert steps({"a", "b"}, [*short[:5], ("b", 10)]) == [[0, 1, 2, 3, 5], [4]]
+    assert steps({"b"}, [("a", 9000), ("a", 10), ("b", 3000), ("b", 4000)]) == [[0, 2, 3], [1]]
+    assert steps({"a", "b"}, [("a", 3000), ("a", 3000), ("a", 3000)]) == [[0, 1], [2]]
 
 
 def test_a_request_passes_its_stages_and_says_what_it_waits_for() -> None:
