@@ -45,7 +45,8 @@ measured again before a release, by `make bench-all`. In between, `make instruct
 a request and of a chat beside an earlier commit: a commit that adds some fails, or allows them and says why. A claim is carried
 as long as that has held since its commit. It is never judged again from old numbers.
 
-In tables, an empty first cell, and three dots at the beginning of a claim, stand for what the row above has there.
+In tables, an empty first cell, three dots at the beginning of a claim, and an empty cell below "at" stand for what the row
+above has there.
 
 Look at the ratios: both of their numbers come from one run on one machine. Another machine has other numbers.
 """
@@ -91,7 +92,12 @@ Each but the last stores with `--json bench/results/NAME.json`; `make bench-all`
 """
 
 #: Tables that the pages do not show, by result: what stands in their titles.
-_LEFT_TO_THE_FILE = {"request": "64 in flight", "transport-producers": "1 producer, 16 in flight"}
+_LEFT_TO_THE_FILE = {
+    "request": ("64 in flight", "1 in flight of each of 4 clients"),
+    "soak": ("soak: ",),
+    "transport-producers": ("1 producer, 16 in flight",),
+    "vllm-new": ("API server",),
+}
 
 #: Of modes, where a capital letter does not make them.
 _NAMES = {"gpu": "GPU", "sglang": "SGLang", "vllm": "vLLM", "vllm-workers": "vLLM-workers"}
@@ -254,15 +260,15 @@ def _section(mode: str, results: _Results, machines: _Machines) -> Iterator[str]
         yield f"**{name}**, measured on {machines.when(findings)}{command}.\n"
         if rows := [_claim(verdict) for verdict, of in claims if of is findings]:
             yield Table("", ["claim", "at", "asked", "measured", ""], list(_shortened(rows)), texts=("at", "")).markdown()
-        left = _LEFT_TO_THE_FILE.get(name)
-        shown = [table for table in findings.tables if left is None or left not in table.title]
+        left = [table for table in findings.tables if any(words in table.title for words in _LEFT_TO_THE_FILE.get(name, ()))]
+        shown = [table for table in findings.tables if table not in left]
         for table in shown:
             yield f"{table.title}:\n"
             yield table.markdown()
         notes = [" ".join(new) for note in findings.notes if (new := [each for each in _sentences(note) if each not in said])]
         said.update(itertools.chain(*map(_sentences, findings.notes)))
-        if len(shown) < len(findings.tables):
-            notes.append(f'Tables of "{left}" are in `bench/results/{name}.json` alone.')
+        if left:
+            notes.append(f"Also in `bench/results/{name}.json`: {'; '.join(table.title for table in left)}.")
         if notes:
             yield "\n".join(f"- {note}" for note in notes) + "\n"
         if findings.coverage is None:
@@ -283,11 +289,12 @@ def _claim(verdict: Verdict) -> tuple[str, ...]:
 
 
 def _shortened(rows: list[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Yields rows; of a claim that begins as the one above it, up to a colon, the rest behind three dots."""
-    for before, (what, *rest) in itertools.pairwise([("",), *rows]):
+    """Yields rows without what the row above has as well: a claim, its beginning up to a colon, and where it was measured."""
+    for before, (what, at, *rest) in itertools.pairwise([("", ""), *rows]):
         head = "".join(before[0].rpartition(": ")[:2])
-        shown = f"... {what.removeprefix(head)}" if head and what.startswith(head) else what
-        yield ("" if what == before[0] else shown, *rest)
+        is_alike = bool(head) and what.startswith(head)
+        shown = "" if what == before[0] else f"... {what.removeprefix(head)}" if is_alike else what
+        yield (shown, "" if is_alike and shown and at == before[1] else at, *rest)
 
 
 def _said_once(results: _Results) -> list[tuple[Verdict, Findings]]:

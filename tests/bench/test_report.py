@@ -145,12 +145,12 @@ def test_what_a_row_has_in_common_with_the_one_above_is_said_once() -> None:
 
 
 def test_tables_that_are_left_to_the_file_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_LEFT_TO_THE_FILE", {"cost": "64 in flight"})
+    monkeypatch.setattr(report, "_LEFT_TO_THE_FILE", {"cost": ("64 in flight",)})
     tables = [Table(f"{count} in flight", ["a"], []) for count in (16, 64)]
     made = report.pages({"cost": findings_of("cost", tables=tables)}, BUDGET)["benchmarks.md"]
     assert "16 in flight:" in made
     assert "64 in flight:" not in made
-    assert '- Tables of "64 in flight" are in `bench/results/cost.json` alone.' in made
+    assert "- Also in `bench/results/cost.json`: 64 in flight." in made
 
 
 def test_a_miss_says_where_and_which_decision_explains_it() -> None:
