@@ -646,7 +646,7 @@ def make_page() -> str:
     missing = [(f"`{route}`", "not there", note) for route, note in MISSING_ROUTES.items()]
     sections = [f"{by_hand}## Routes\n\n{_table('route', here + missing)}"]
     there = [(f"`{option}`", "works", note) for option, note in sorted(OPTIONS.items())]
-    advice = [(f"`--{name}`", "refused", text) for name, text in sorted(ADVICE.items())]
+    advice = [(f"`--{name}`", "refused", "the error says what does the same, or why it is needless") for name in sorted(ADVICE)]
     sections.append(f"## Options of `vllm serve`\n\n{_table('option', there + advice)}\n{_OF_THE_ENGINE}")
     rows = {route: _rows(fields) for route, fields in FIELDS.items()}
     for route in FIELDS:
