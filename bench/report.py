@@ -91,8 +91,10 @@ python -m bench report    # writes the pages
 Each but the last stores with `--json bench/results/NAME.json`; `make bench-all` does so by itself, and then writes the pages.
 """
 
-#: Tables that the pages do not show, by result: what stands in their titles.
+#: Tables and groups of rows that the pages do not show, by result: what stands in their titles, or in their first cells.
 _LEFT_TO_THE_FILE = {
+    "fan-out": ("to 2 workers", "to 8 workers"),
+    "ray": (", 1 in flight",),
     "request": ("64 in flight", "1 in flight of each of 4 clients"),
     "soak": ("soak: ",),
     "transport-producers": ("1 producer, 16 in flight",),
@@ -260,15 +262,16 @@ def _section(mode: str, results: _Results, machines: _Machines) -> Iterator[str]
         yield f"**{name}**, measured on {machines.when(findings)}{command}.\n"
         if rows := [_claim(verdict) for verdict, of in claims if of is findings]:
             yield Table("", ["claim", "at", "asked", "measured", ""], list(_shortened(rows)), texts=("at", "")).markdown()
-        left = [table for table in findings.tables if any(words in table.title for words in _LEFT_TO_THE_FILE.get(name, ()))]
-        shown = [table for table in findings.tables if table not in left]
-        for table in shown:
-            yield f"{table.title}:\n"
-            yield table.markdown()
+        left: list[str] = []
+        for table in findings.tables:
+            if not (kept := _shown(table, _LEFT_TO_THE_FILE.get(name, ()), left)):
+                continue
+            yield f"{kept.title}:\n"
+            yield kept.markdown()
         notes = [" ".join(new) for note in findings.notes if (new := [each for each in _sentences(note) if each not in said])]
         said.update(itertools.chain(*map(_sentences, findings.notes)))
         if left:
-            notes.append(f"Also in `bench/results/{name}.json`: {'; '.join(table.title for table in left)}.")
+            notes.append(f"Also in `bench/results/{name}.json`: {'; '.join(dict.fromkeys(left))}.")
         if notes:
             yield "\n".join(f"- {note}" for note in notes) + "\n"
         if findings.coverage is None:
@@ -276,6 +279,16 @@ def _section(mode: str, results: _Results, machines: _Machines) -> Iterator[str]
         elif not findings.coverage.complete:
             yield f"Not measured: {findings.coverage.summary()}.\n"
             yield gaps_table(findings.coverage).markdown()
+
+
+def _shown(table: Table, words: Sequence[str], left: list[str]) -> Table | None:
+    """Returns what a page shows of a table, and adds what it does not show to ``left``."""
+    if any(each in table.title for each in words):
+        left.append(table.title)
+        return None
+    rows = [row for row in table.rows if not (table.grouped and any(each in str(row[0]) for each in words))]
+    left += [f"rows of {row[0]}" for row in table.rows if row not in rows]
+    return msgspec.structs.replace(table, rows=rows)
 
 
 def _sentences(note: str) -> list[str]:

@@ -144,13 +144,14 @@ def test_what_a_row_has_in_common_with_the_one_above_is_said_once() -> None:
     assert "| 4 KB | a |\n|  | b |\n| 8 MB | b |\n" in made
 
 
-def test_tables_that_are_left_to_the_file_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_LEFT_TO_THE_FILE", {"cost": ("64 in flight",)})
-    tables = [Table(f"{count} in flight", ["a"], []) for count in (16, 64)]
+def test_what_is_left_to_the_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_LEFT_TO_THE_FILE", {"cost": ("64 in flight", "8 MB")})
+    rows = [["4 KB", "a"], ["8 MB", "a"], ["8 MB", "b"]]
+    tables = [Table(f"{count} in flight", ["case", "of"], rows, grouped=True) for count in (16, 64)]
     made = report.pages({"cost": findings_of("cost", tables=tables)}, BUDGET)["benchmarks.md"]
-    assert "16 in flight:" in made
+    assert "16 in flight:\n\n| case | of |\n|---|---:|\n| 4 KB | a |\n\n- Also in" in made
     assert "64 in flight:" not in made
-    assert "- Also in `bench/results/cost.json`: 64 in flight." in made
+    assert "- Also in `bench/results/cost.json`: rows of 8 MB; 64 in flight." in made
 
 
 def test_a_miss_says_where_and_which_decision_explains_it() -> None:
