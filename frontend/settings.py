@@ -168,7 +168,7 @@ class FrontendSettings:
             The engine takes 1024 from one frontend (``RingConfig.max_inflight``).
         max_concurrent_media: Requests with large media files that a frontend decodes at a time.
 
-            Such a file stays in memory until it is decoded, twice.
+            Such a file is in memory twice until it is decoded.
         max_queued_requests: Requests that may wait for either, in a frontend, before 503.
 
             Each costs a connection, up to 320 KB of body, and its part of ``max_bodies_nbytes``.
@@ -176,8 +176,6 @@ class FrontendSettings:
 
             A request waits as long for memory to decode into. The ``openai`` client gives up after 600 s.
         body_timeout_s: Seconds a body may take to arrive before 408.
-
-            A slow body delays no other request, but takes memory and a connection.
         slot_timeout_s: Seconds to wait for space in the slab before 503.
         request_timeout_s: Seconds from the end of a request's body to the last byte of its answer before 504.
 

@@ -70,7 +70,7 @@ class MediaLimits:
         max_image_chunks: of a PNG, and segments of a JPEG; see :class:`PictureLimits`.
         max_audio_nbytes: Largest file of a recording.
 
-            64 MiB holds 600 s of 16-bit stereo at 48 kHz less a little, and hours of MP3.
+            64 MiB holds 600 s of 16-bit stereo at 48 kHz, and hours of MP3.
         max_audio_duration_s: Longest recording, in seconds.
 
             Ten minutes at 16 kHz take 38 MB of the slab, 19 MB as 80 mel bands.
@@ -79,7 +79,7 @@ class MediaLimits:
             256 MiB holds 60 s as phones record 4K (35 Mbit/s).
         max_video_duration_s: Longest clip, in seconds.
 
-            All its packets are read, and up to all its frames decoded, to show a few of them.
+            All its packets are read, and up to all its frames decoded.
         max_frame_pixels: Most pixels of a clip's frame.
 
             4096 x 2160 is the largest that phones and cameras make; a decoder holds up to 16 such frames of 13 MB.
