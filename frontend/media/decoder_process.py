@@ -152,7 +152,7 @@ def _probe(job: Probe, file: mmap.mmap | bytes) -> Probed:
     header: _Header
     features_nbytes = 0
     if job.kind == "image" and spec.picture is not None:
-        header = image.probe(data, limits.picture, spec.picture.max_pixels)
+        header = image.probe(data, limits, spec.picture.max_pixels)
         if (processor := _processor_of(spec.picture.processor)) is not None:
             with _refusals():
                 _, features_nbytes = places_of(processor.foresee(header.height, header.width))

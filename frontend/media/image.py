@@ -57,7 +57,7 @@ from shmring.frontend.media.container import coded_sizes
 from shmring.frontend.media.damage import Shortfall, accepted_shortfall
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.geometry import SWAPPING_ORIENTATIONS, as_stored, check_size, scaled_size
-from shmring.frontend.media.options import PictureLimits
+from shmring.frontend.media.options import MediaLimits
 from shmring.frontend.media.signatures import picture_format_of
 from shmring.frontend.media.work import check_work, chunk_of
 
@@ -106,7 +106,7 @@ class PictureHeader:
     orientation: int
     format: str
     start: int = 0
-    max_missing_share: float = PictureLimits.max_missing_share
+    max_missing_share: float = MediaLimits.max_missing_share
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -114,7 +114,7 @@ class PictureHeader:
         return self.height, self.width, 3
 
 
-def probe(data: bytes, limits: PictureLimits, max_pixels: int | None = None) -> PictureHeader:
+def probe(data: bytes, limits: MediaLimits, max_pixels: int | None = None) -> PictureHeader:
     """Reads a picture's size from its header; nothing is decoded.
 
     Args:
@@ -125,25 +125,25 @@ def probe(data: bytes, limits: PictureLimits, max_pixels: int | None = None) -> 
     Raises:
         MediaError: it is no picture of an accepted format, it is too large, or its header is damaged.
     """
-    if len(data) > limits.max_nbytes:
-        raise MediaError(f"the picture takes {len(data)} bytes, more than the {limits.max_nbytes} that are accepted")
+    if len(data) > limits.max_image_nbytes:
+        raise MediaError(f"the picture takes {len(data)} bytes, more than the {limits.max_image_nbytes} that are accepted")
     if not data:
         raise MediaError("the picture is empty: it has no bytes")
     known, start = picture_format_of(data)
     data = data[start:]
-    check_work(data, limits.max_scans, limits.max_chunks)
+    check_work(data, limits.max_image_scans, limits.max_image_chunks)
     if known in _CONTAINED:
         _check_contained(data, known, limits)
-    with _open(data, known, limits.max_pixels) as image:
+    with _open(data, known, limits.max_image_pixels) as image:
         stored_width, stored_height = image.size
         orientation = _orientation(image, data)
         name = image.format or "unknown"
         tile = _tile_size(image)
-    check_size("the picture", stored_width, stored_height, limits.max_pixels, limits.max_aspect_ratio)
-    _check_expansion(len(data), 3 * stored_width * stored_height, limits.max_expansion)
+    check_size("the picture", stored_width, stored_height, limits.max_image_pixels, limits.max_aspect_ratio)
+    _check_expansion(len(data), 3 * stored_width * stored_height, limits.max_image_expansion)
     if tile is not None:  # it is decoded whole, however little of it is in the picture
-        check_size("the picture's tile", *tile, limits.max_pixels, math.inf)
-        _check_expansion(len(data), 3 * tile[0] * tile[1], limits.max_expansion)
+        check_size("the picture's tile", *tile, limits.max_image_pixels, math.inf)
+        _check_expansion(len(data), 3 * tile[0] * tile[1], limits.max_image_expansion)
     width, height = scaled_size(stored_width, stored_height, max_pixels)
     if orientation in SWAPPING_ORIENTATIONS:
         width, height = height, width
@@ -310,15 +310,15 @@ def _check_expansion(file_nbytes: int, decoded_nbytes: int, limit: float) -> Non
         )
 
 
-def _check_contained(data: bytes, name: str, limits: PictureLimits) -> None:
+def _check_contained(data: bytes, name: str, limits: MediaLimits) -> None:
     """Refuses a HEIC or AVIF whose pictures are larger than is accepted, whatever its own header says."""
     sizes = coded_sizes(data, name)
     for width, height in sizes:
-        check_size("a part of the picture", width, height, limits.max_pixels, math.inf)
+        check_size("a part of the picture", width, height, limits.max_image_pixels, math.inf)
     num_pixels = sum(width * height for width, height in sizes)
-    if num_pixels > _MAX_CONTAINED * limits.max_pixels:
+    if num_pixels > _MAX_CONTAINED * limits.max_image_pixels:
         raise MediaError(f"the parts of the picture have {num_pixels} pixels together, more than are accepted")
-    _check_expansion(len(data), 3 * num_pixels, limits.max_expansion)
+    _check_expansion(len(data), 3 * num_pixels, limits.max_image_expansion)
 
 
 @contextlib.contextmanager

@@ -13,40 +13,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from shmring.service.flags import NO_OPTION, Flag
 
-__all__ = ["MediaIoKwargs", "MediaKind", "MediaLimits", "PictureLimits"]
+__all__ = ["MediaIoKwargs", "MediaKind", "MediaLimits"]
 
 #: What a medium is meant to be.
 MediaKind: TypeAlias = Literal["image", "audio", "video"]
 
 _WHITE = (255, 255, 255)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PictureLimits:
-    """What a picture may be.
-
-    Attributes:
-        max_nbytes: of its file. 64 MiB holds a 16-bit PNG of about ten megapixels; cameras' JPEGs take a tenth.
-        max_pixels: width times height. Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab. Pillow itself
-            refuses more than about 179 million.
-        max_aspect_ratio: of the longer side to the shorter one. Models scale pictures to about a square's area, where a
-            line of one pixel is nothing.
-        max_expansion: decoded bytes for each byte of the file, of pictures that take more than 64 MiB. Photographs have 5 to
-            50, drawings 200; a deflate bomb has 1030. Smaller ones may be blank.
-        max_scans: of a JPEG. Progressive ones have about ten, 13 where every bit was fought for. Each goes over all pixels: a
-            hundred scans of 64 megapixels take about five seconds of a core.
-        max_chunks: of a PNG, and segments of a JPEG. 64 MiB in the 8 KiB chunks that libpng writes are 8192; each costs some
-            microseconds.
-        max_missing_share: of its rows; see :class:`MediaLimits`.
-    """
-
-    max_nbytes: int = 64 << 20
-    max_pixels: int = 64_000_000
-    max_aspect_ratio: float = 200.0
-    max_expansion: float = 500.0
-    max_scans: int = 100
-    max_chunks: int = 65_536
-    max_missing_share: float = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,18 +28,23 @@ class MediaLimits:
     Attributes:
         max_image_pixels: Most pixels of a picture.
 
-            Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab.
+            Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab. Pillow itself refuses more than about 179
+            million.
         max_aspect_ratio: Longer side by shorter side, of pictures and frames.
 
-            Vision models accept 200 at most (Qwen2-VL); a panorama has 10.
+            Vision models accept 200 at most (Qwen2-VL); a panorama has 10. They scale pictures to about a square's area, where
+            a line of one pixel is nothing.
         max_image_expansion: Decoded bytes for each byte of the file, of large pictures.
 
-            See :class:`PictureLimits`.
+            They count for pictures that take more than 64 MiB; smaller ones may be blank. Photographs have 5 to 50, drawings
+            200; a deflate bomb has 1030.
         max_image_nbytes: Largest file of a picture.
 
             64 MiB holds a 16-bit PNG of about ten megapixels; cameras' JPEGs take a tenth.
-        max_image_scans: of a JPEG; see :class:`PictureLimits`.
-        max_image_chunks: of a PNG, and segments of a JPEG; see :class:`PictureLimits`.
+        max_image_scans: of a JPEG. Progressive ones have about ten, 13 where every bit was fought for. Each goes over all
+            pixels: a hundred scans of 64 megapixels take about five seconds of a core.
+        max_image_chunks: of a PNG, and segments of a JPEG. 64 MiB in the 8 KiB chunks that libpng writes are 8192; each costs
+            some microseconds.
         max_audio_nbytes: Largest file of a recording.
 
             64 MiB holds 600 s of 16-bit stereo at 48 kHz, and hours of MP3.
@@ -121,19 +98,6 @@ class MediaLimits:
     max_video_expansion: Annotated[float, NO_OPTION] = 25_000.0
     max_decode_s: Annotated[float, Flag(names=("--max-decode-time",))] = 20.0
     max_missing_share: Annotated[float, Flag(least=0, most=1)] = 0.1
-
-    @property
-    def picture(self) -> PictureLimits:
-        """Those of pictures."""
-        return PictureLimits(
-            max_nbytes=self.max_image_nbytes,
-            max_pixels=self.max_image_pixels,
-            max_aspect_ratio=self.max_aspect_ratio,
-            max_expansion=self.max_image_expansion,
-            max_scans=self.max_image_scans,
-            max_chunks=self.max_image_chunks,
-            max_missing_share=self.max_missing_share,
-        )
 
     def max_nbytes(self, kind: str) -> int:
         """Returns how large the file of an ``"image"``, ``"audio"`` or ``"video"`` may be."""

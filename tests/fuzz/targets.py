@@ -77,7 +77,7 @@ from shmring.frontend.http.body_scan import LONG_NBYTES, BodyScan
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.image import probe
 from shmring.frontend.media.mp4 import check_tables
-from shmring.frontend.media.options import PictureLimits
+from shmring.frontend.media.options import MediaLimits
 from shmring.frontend.media.riff import wav_sizes
 from shmring.frontend.media.signatures import demuxer_of
 from shmring.frontend.media.urls import parse_redirect, parse_url
@@ -856,7 +856,7 @@ def addresses(data: bytes) -> None:
         assert redirected.scheme in ("http", "https")
 
 
-_PICTURE_LIMITS = PictureLimits()
+_PICTURE_LIMITS = MediaLimits()
 
 
 def media_headers(data: bytes) -> None:

@@ -16,12 +16,12 @@ from PIL import Image, ImageOps
 
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.image import FORMATS, PictureHeader, decode_into, probe
-from shmring.frontend.media.options import PictureLimits
+from shmring.frontend.media.options import MediaLimits
 from tests.tables import for_each
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about the damage that is done here
 
-LIMITS = PictureLimits()
+LIMITS = MediaLimits()
 WIDTH, HEIGHT = 37, 23  # odd, unequal, and more than a row in each band
 
 
@@ -38,7 +38,7 @@ def encoded(picture: Image.Image, name: str, **options: Any) -> bytes:
 
 def settled(
     data: bytes,
-    limits: PictureLimits = LIMITS,
+    limits: MediaLimits = LIMITS,
     max_pixels: int | None = None,
     background: tuple[int, int, int] = (255, 255, 255),
 ) -> tuple[np.ndarray[Any, Any], str]:
@@ -242,8 +242,8 @@ def test_too_many_pixels_are_refused_from_the_header() -> None:
     data = encoded(Image.new("1", (5000, 4000)), "PNG")
     assert len(data) < 5000
     with pytest.raises(MediaError, match=r"5000 x 4000 pixels, more than the 19999999"):
-        probe(data, PictureLimits(max_pixels=19_999_999))
-    assert probe(data, PictureLimits(max_pixels=20_000_000)).width == 5000
+        probe(data, MediaLimits(max_image_pixels=19_999_999))
+    assert probe(data, MediaLimits(max_image_pixels=20_000_000)).width == 5000
 
 
 def test_the_error_about_far_too_many_pixels_names_our_limit_and_not_pillows() -> None:
@@ -256,7 +256,7 @@ def test_the_error_about_far_too_many_pixels_names_our_limit_and_not_pillows() -
 
 def test_too_large_a_file_is_refused() -> None:
     with pytest.raises(MediaError, match="11 bytes, more than the 10"):
-        probe(b"x" * 11, PictureLimits(max_nbytes=10))
+        probe(b"x" * 11, MediaLimits(max_image_nbytes=10))
 
 
 def test_a_picture_that_is_not_what_its_header_says_is_refused() -> None:
@@ -270,7 +270,7 @@ def test_a_line_is_no_picture() -> None:
     data = encoded(Image.new("L", (1005, 5)), "PNG")
     with pytest.raises(MediaError, match="1005 x 5 pixels: sides of more than 200 to 1"):
         probe(data, LIMITS)
-    assert probe(data, PictureLimits(max_aspect_ratio=201)).width == 1005
+    assert probe(data, MediaLimits(max_aspect_ratio=201)).width == 1005
 
 
 # -- scaling ------------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_a_large_picture_that_is_packed_too_well_is_a_bomb_and_a_small_one_is_bl
     assert probe(small, LIMITS).shape == (3000, 3000, 3)
     with pytest.raises(MediaError, match=r"10[0-9][0-9] for each byte of its file; 500 are accepted"):
         probe(large, LIMITS)
-    assert probe(large, PictureLimits(max_expansion=2000)).shape == (5000, 5000, 3)
+    assert probe(large, MediaLimits(max_image_expansion=2000)).shape == (5000, 5000, 3)
 
 
 # -- what is missing ------------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_half_a_picture_is_refused_and_taken_where_that_is_wanted(name: str) -> 
     half = data[: len(data) // 2]
     with pytest.raises(MediaError, match=r"\d+ of 400 rows \(\d\d %\) are missing; at most 10 % may be .*max_missing_share"):
         settled(half)
-    assert "of 400 rows" in settled(half, PictureLimits(max_missing_share=0.6))[1]
+    assert "of 400 rows" in settled(half, MediaLimits(max_missing_share=0.6))[1]
 
 
 def test_of_a_picture_in_several_passes_nothing_may_be_missing() -> None:
@@ -489,7 +489,7 @@ def test_the_pictures_inside_are_measured_and_not_their_container(name: str) -> 
     place = data.index(b"ispe") + 8
     data[place : place + 8] = struct.pack(">II", 64, 48)
     with pytest.raises(MediaError, match="640 x 480 pixels, more than the 100000"):
-        probe(bytes(data), PictureLimits(max_pixels=100_000))
+        probe(bytes(data), MediaLimits(max_image_pixels=100_000))
     data[place : place + 8] = struct.pack(">II", 60_000, 60_000)
     with pytest.raises(MediaError, match=r"pixels|damaged"):
         probe(bytes(data), LIMITS)
@@ -516,6 +516,6 @@ def test_a_heic_in_tiles_is_decoded_as_phones_make_it(monkeypatch: pytest.Monkey
     assert b"grid" in data
     assert np.abs(decoded(data).astype(int) - pixels).mean() < 6
     with pytest.raises(MediaError, match="300 x 200 pixels, more than the 59999"):
-        probe(data, PictureLimits(max_pixels=59_999))
+        probe(data, MediaLimits(max_image_pixels=59_999))
     with pytest.raises(MediaError, match="parts of the picture have 98304 pixels together"):
-        probe(data, PictureLimits(max_pixels=20_000))
+        probe(data, MediaLimits(max_image_pixels=20_000))

@@ -46,6 +46,5 @@ def test_everything_else_is_refused(text: str, reason: str) -> None:
 
 
 def test_each_kind_has_its_limit() -> None:
-    limits = MediaLimits(max_image_nbytes=1, max_audio_nbytes=2, max_video_nbytes=3, max_image_pixels=4, max_aspect_ratio=5)
+    limits = MediaLimits(max_image_nbytes=1, max_audio_nbytes=2, max_video_nbytes=3)
     assert [limits.max_nbytes(kind) for kind in ("image", "audio", "video")] == [1, 2, 3]
-    assert (limits.picture.max_nbytes, limits.picture.max_pixels, limits.picture.max_aspect_ratio) == (1, 4, 5)

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from shmring.frontend.media.errors import MediaError
-from shmring.frontend.media.options import PictureLimits
+from shmring.frontend.media.options import MediaLimits
 from shmring.frontend.media.work import check_work
 from tests.tables import for_each
 
-LIMITS = PictureLimits()
+LIMITS = MediaLimits()
 MAX_SECONDS = 0.5  # of a core, on a busy machine; each of these files took seconds or minutes to decode
 
 
@@ -24,7 +24,7 @@ def check(data: bytes) -> None:
     """Checks a file with the usual limits, and that this is cheap."""
     began_s = time.process_time()
     try:
-        check_work(data, LIMITS.max_scans, LIMITS.max_chunks)
+        check_work(data, LIMITS.max_image_scans, LIMITS.max_image_chunks)
     finally:
         assert time.process_time() - began_s < MAX_SECONDS
 
@@ -52,9 +52,9 @@ def test_honest_pictures_pass(progressive: bool, restart: int) -> None:
 
 
 def test_scans_are_counted_exactly(many_scans: Callable[..., bytes]) -> None:
-    check(many_scans(LIMITS.max_scans - 10, 64))  # ten are there already
+    check(many_scans(LIMITS.max_image_scans - 10, 64))  # ten are there already
     with pytest.raises(MediaError, match=r"more than the 100 scans .*max_image_scans.* as a baseline JPEG"):
-        check(many_scans(LIMITS.max_scans - 9, 64))
+        check(many_scans(LIMITS.max_image_scans - 9, 64))
 
 
 def test_585_kb_of_scans_are_refused(many_scans: Callable[..., bytes]) -> None:
@@ -67,9 +67,9 @@ def test_585_kb_of_scans_are_refused(many_scans: Callable[..., bytes]) -> None:
 @for_each(("name", "body"), [(b"IDAT", b""), (b"tEXt", b"a\0b"), (b"IDAT", b"\0")])
 def test_millions_of_chunks_are_refused(name: bytes, body: bytes) -> None:
     chunk_content = (name, body)
-    check(png(*[chunk_content] * (LIMITS.max_chunks - 3)))
+    check(png(*[chunk_content] * (LIMITS.max_image_chunks - 3)))
     with pytest.raises(MediaError, match=r"more than the 65536 chunks .*max_image_chunks"):
-        check(png(*[chunk_content] * (LIMITS.max_chunks - 2)))
+        check(png(*[chunk_content] * (LIMITS.max_image_chunks - 2)))
     begin, end = png()[:33], png()[33:]
     chunk = png(chunk_content)[33 : 33 + 12 + len(body)]
     with pytest.raises(MediaError, match="chunks"):
