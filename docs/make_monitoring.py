@@ -1,6 +1,6 @@
 """The dashboard for Grafana and the alerts for Prometheus in docs/monitoring: ``python docs/make_monitoring.py``.
 
-Names come from the table of all numbers (:mod:`shmring.frontend.operator.counted`): one that is not there raises an error here.
+Names come from all numbers (:data:`shmring.frontend.operator.metrics.COUNTED`): one that is not there raises an error here.
 A test compares the files, and another asks a real Prometheus for each expression.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shmring.frontend.operator.counted import COUNTED
+from shmring.frontend.operator.metrics import COUNTED
 
 FOLDER = Path(__file__).with_name("monitoring")
 DASHBOARD = FOLDER / "grafana.json"

@@ -22,12 +22,15 @@ import shmring.threads
 from shmring.engine.__main__ import main as engine_command
 from shmring.engine.executors.synthetic import SyntheticOptions
 from shmring.engine.executors.transformers import TransformersOptions
+from shmring.engine.metrics import EngineMetrics
 from shmring.frontend.__main__ import main as frontend_command
 from shmring.frontend.commands.ray_options import DeploymentSettings
 from shmring.frontend.commands.serve import serve as serve_command
 from shmring.frontend.errors import ErrorCode
-from shmring.frontend.operator.counted import COUNTED
+from shmring.frontend.media.decoder_pool import DecoderStatistics
+from shmring.frontend.operator.metrics import COUNTED
 from shmring.service.flags import descriptions
+from shmring.service.numbers import described
 from shmring.service.option_table import Option
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -136,9 +139,15 @@ _NOT_THERE, _ONLY_THERE = " Not in threads.", " In threads only."
 _DEFAULT_IN_HELP = re.compile(r"\s*\[default: (.*?)\]")
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
-_NUMBERS = {"engine": "The engine: `EngineClient.statistics()`", "ring": "The engine's end of the ring: `ring.statistics()`"}
+# Records of numbers, and whether their tables say what only grows.
+_NUMBERS: dict[str, tuple[type, bool]] = {
+    "The decoders of one frontend: `decoders` of `GET /health`": (DecoderStatistics, False),
+    "The engine: `EngineClient.statistics()`": (EngineMetrics, True),
+    "The engine's end of the ring: `ring.statistics()`": (shmring.RingStatistics, True),
+    "A worker: each of `ring.statistics().workers`": (shmring.WorkerStatistics, False),
+    "A frontend's end of the ring: `client.statistics()`": (shmring.ClientStatistics, False),
+}
 _METRICS = "`GET /metrics`"
-_EPOCH = ("`epoch`", "identity", "identity", "of this engine's life; not a quantity, and not in `GET /metrics`")
 
 
 def make_page() -> str:
@@ -178,8 +187,7 @@ def tables() -> dict[str, Iterable[Row]]:
             for each in COUNTED
             if not each.name.startswith("shmring_engine_") or each.labels or not each.source
         ],
-        _NUMBERS["engine"]: _numbers("engine"),
-        _NUMBERS["ring"]: [_EPOCH, *_numbers("ring")],
+        **{heading: _numbers(record, says_kind) for heading, (record, says_kind) in _NUMBERS.items()},
     }
 
 
@@ -187,11 +195,10 @@ def _with_rows(page: str, heading: str, rows: str) -> str:
     before, title, section = page.partition(f"\n### {heading}\n")
     assert title, f"{PAGE.name} has no section {heading}"
     intro, head, old, rest = re.split(r"(^\|[-:|]+\|\n)((?:\|.*\n)*)", section, maxsplit=1, flags=re.MULTILINE)
-    if heading in (_METRICS, *_NUMBERS.values()) and (unknown := [name for name in _names(old) if name not in _names(rows)]):
+    if heading in (_METRICS, *_NUMBERS) and (unknown := [name for name in _names(old) if name not in _names(rows)]):
         raise LookupError(
-            f"{PAGE.name}, {heading}: no number is called {', '.join(unknown)}. Describe it by Counted(...) in "
-            "engine/counted.py (an engine's) or frontend/operator/counted.py (a frontend's), and run this again; if it has "
-            "gone, delete the row"
+            f"{PAGE.name}, {heading}: no number is called {', '.join(unknown)}. Make it a field of its record, with a "
+            "Number(...) (shmring/service/numbers.py), and run this again; if it has gone, delete the row"
         )
     return f"{before}{title}{intro}{head}{rows}{rest}"
 
@@ -346,10 +353,12 @@ def _value(value: Any, name: str) -> str:
 # -- numbers ---------------------------------------------------------------------------------------------------------------
 
 
-def _numbers(source: str) -> list[Row]:
-    fields = ((each, each.source.partition(".")) for each in COUNTED)
-    mine = [(field, each) for each, (whose, _, field) in fields if whose == source and not each.labels]
-    return [(f"`{field}`", each.kind, each.unit, each.text) for field, each in mine]
+def _numbers(record: type, says_kind: bool) -> list[Row]:
+    rows = []
+    for name, each in described(record):
+        kind = "identity" if each.unit == "identity" else each.kind
+        rows.append((f"`{name}`", *([kind] if says_kind else []), each.unit, each.text))
+    return rows
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import shmring
 from shmring.service.distributions import Distribution
 from shmring.service.logs import dropped_lines
+from shmring.service.numbers import Count, Number
 
 __all__ = ["EngineMetrics", "EngineTimes"]
 
@@ -17,33 +19,33 @@ class EngineMetrics:
 
     Attributes:
         steps: steps executed.
-        step_requests: requests in them, each counted once for each step.
-        step_seconds: time spent in them.
-        prompt_tokens: tokens of requests, as far as the executor says them.
+        step_requests: requests in those steps, each counted once for each step; divided by ``steps``, the mean batch.
+        step_seconds: seconds spent in steps.
+        prompt_tokens: tokens of requests that were answered, as far as the executor says them.
         generated_tokens: tokens of answers.
-        finished_requests: requests that were answered.
+        finished_requests: requests answered.
         failed_requests: requests that the executor refused or failed.
         refused_requests: requests that never got in line: too many waited, or they made no sense.
         timed_out_requests: requests whose deadline passed.
-        waiting_requests: requests that wait for a step.
-        running_requests: requests in the step that is running.
-        loop_lag_seconds: how late the loop was at most in the last 15 to 30 s.
-        log_lines_dropped: lines of this process' log that nobody read, or that could not be written.
+        waiting_requests: requests that wait for a step now.
+        running_requests: requests in the running step now.
+        loop_lag_seconds: how late the engine's loop was at most in the last 15 to 30 s.
+        log_lines_dropped: lines of the engine's log that nobody read, or that could not be written.
     """
 
-    steps: int = 0
-    step_requests: int = 0
-    step_seconds: float = 0.0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    finished_requests: int = 0
-    failed_requests: int = 0
-    refused_requests: int = 0
-    timed_out_requests: int = 0
-    waiting_requests: int = 0
-    running_requests: int = 0
+    steps: Count = 0
+    step_requests: Count = 0
+    step_seconds: Annotated[float, "counter"] = 0.0
+    prompt_tokens: Annotated[Count, Number("shmring_prompt_tokens")] = 0
+    generated_tokens: Annotated[Count, Number("shmring_generation_tokens")] = 0
+    finished_requests: Count = 0
+    failed_requests: Count = 0
+    refused_requests: Count = 0
+    timed_out_requests: Count = 0
+    waiting_requests: Annotated[int, Number("shmring_num_requests_waiting")] = 0
+    running_requests: Annotated[int, Number("shmring_num_requests_running")] = 0
     loop_lag_seconds: float = 0.0
-    log_lines_dropped: int = 0
+    log_lines_dropped: Count = 0
 
     def collect(self, ring: shmring.RingStatistics) -> dict[str, float]:
         """Returns these counters and the ring's, by name; of workers, how many get messages.
@@ -61,16 +63,22 @@ class EngineTimes:
     """How long the parts of requests took in the engine, in seconds.
 
     Attributes:
-        queue: from a request's arrival to its first step.
-        prefill: from there to the first part of its answer.
-        decode: from there to the last part, of answers in text.
-        step: a step.
+        queue: from arrival in the engine to the first step.
+        prefill: from the first step to the first part of the answer.
+        decode: from the first part of the answer to the last, of answers in text.
+        step: time of a step.
     """
 
-    queue: Distribution = dataclasses.field(default_factory=Distribution)
-    prefill: Distribution = dataclasses.field(default_factory=Distribution)
-    decode: Distribution = dataclasses.field(default_factory=Distribution)
-    step: Distribution = dataclasses.field(default_factory=Distribution)
+    queue: Annotated[Distribution, Number("shmring_request_queue_time_seconds")] = dataclasses.field(
+        default_factory=Distribution
+    )
+    prefill: Annotated[Distribution, Number("shmring_request_prefill_time_seconds")] = dataclasses.field(
+        default_factory=Distribution
+    )
+    decode: Annotated[Distribution, Number("shmring_request_decode_time_seconds")] = dataclasses.field(
+        default_factory=Distribution
+    )
+    step: Annotated[Distribution, Number("shmring_step_time_seconds")] = dataclasses.field(default_factory=Distribution)
 
     def as_dict(self) -> dict[str, Distribution]:
         """Returns them by name."""

@@ -17,6 +17,7 @@ import functools
 import importlib.metadata
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
 
 import msgspec
 
@@ -33,6 +34,7 @@ from shmring.frontend.media.reuse import Held, Reuse, keys_of
 from shmring.frontend.media.sources import Arrivals, MediaFile, MediaSource
 from shmring.frontend.settings import FrontendSettings
 from shmring.service.distributions import Distribution
+from shmring.service.numbers import Count, Number
 from shmring.service.tracing import traced
 
 __all__ = ["IntakeStatistics", "MediaIntake"]
@@ -50,23 +52,26 @@ class IntakeStatistics:
 
     Attributes:
         decoders: how busy they are.
-        decoded_nbytes: memory of requests whose media are decoded, or being decoded, and not in the slab yet.
+        decoded_nbytes: bytes taken by requests whose media are decoded, or being decoded, and not in the slab yet.
         decoded_waiting: requests that wait for such memory.
-        decoded: media that were decoded so far.
-        fetch: how long media took to be fetched.
-        preparation: how long they took to be decoded, by kind.
-        slot_wait: how long requests waited for slots.
-        passed_over: media that were decoded and not given to the engine to keep, since keeping was in vain lately.
+        decoded: media decoded.
+        passed_over: media decoded and not kept, since callers send more in turn than can be kept
+            ([why](guarantees.md#when-more-is-sent-than-can-be-kept)).
+        fetch: time to fetch a medium from a URL or a file, failures included.
+        preparation: time to decode a medium, the wait for a decoder included, by ``kind``: ``image``, ``audio``, ``video``.
+        slot_wait: how long requests with new media waited for space in the slab, those that gave up included.
     """
 
     decoders: DecoderStatistics
-    decoded_nbytes: int
-    decoded_waiting: int
-    decoded: int
-    passed_over: int
-    fetch: Distribution = dataclasses.field(default_factory=Distribution)
-    preparation: Mapping[tuple[str, ...], Distribution] = dataclasses.field(default_factory=dict)
-    slot_wait: Distribution = dataclasses.field(default_factory=Distribution)
+    decoded_nbytes: Annotated[int, Number("shmring_frontend_decoded_bytes")]
+    decoded_waiting: Annotated[int, Number("shmring_frontend_decoded_waiters")]
+    decoded: Annotated[Count, Number("shmring_frontend_media_decoded")]
+    passed_over: Annotated[Count, Number("shmring_frontend_media_passed_over")]
+    fetch: Annotated[Distribution, Number("shmring_media_fetch_seconds")] = dataclasses.field(default_factory=Distribution)
+    preparation: Annotated[Mapping[tuple[str, ...], Distribution], Number("shmring_media_preparation_seconds", ("kind",))] = (
+        dataclasses.field(default_factory=dict)
+    )
+    slot_wait: Annotated[Distribution, Number("shmring_slot_wait_seconds")] = dataclasses.field(default_factory=Distribution)
 
 
 class MediaIntake:

@@ -1,4 +1,7 @@
-"""The numbers of each side: frozen records, for tests, metrics and people."""
+"""The numbers of each side: frozen records, for tests, metrics and people.
+
+The tables of docs/reference.md and the numbers in Prometheus are made of them (:mod:`shmring.service.numbers`).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,19 @@ from typing import Any
 __all__ = ["ClientStatistics", "RingStatistics", "WorkerStatistics", "counted_in", "counts_of"]
 
 
-def _counted(default: Any = dataclasses.MISSING) -> Any:
+def _counter(default: Any = dataclasses.MISSING) -> Any:
+    """A field of a number that only grows."""
+    return dataclasses.field(default=default, metadata={"kind": "counter"})
+
+
+def _counted(default: Any = dataclasses.MISSING, kind: str = "counter") -> Any:
     """A field of a number that is an attribute of that name where it is counted."""
-    return dataclasses.field(default=default, metadata={"is_counted": True})
+    return dataclasses.field(default=default, metadata={"kind": kind, "is_counted": True})
 
 
 def counted_in(record: type[_Record]) -> tuple[str, ...]:
     """Returns the names of a record's fields that are filled in by :func:`counts_of`."""
-    return tuple(field.name for field in dataclasses.fields(record) if field.metadata)  # type: ignore[arg-type]
+    return tuple(field.name for field in dataclasses.fields(record) if "is_counted" in field.metadata)  # type: ignore[arg-type]
 
 
 def counts_of(record: type[_Record], *places: object) -> dict[str, int]:
@@ -40,10 +48,12 @@ class WorkerStatistics(_Record):
     """A worker at one moment, as its engine's books have it.
 
     Attributes:
-        rank, pid: which one.
+        rank: identity: the caller's name for it.
+        pid: identity of its process.
         is_member: whether it gets messages; if not, its connection has ended or it was dropped, and it may still be reading.
-        sent: messages so far.
-        unacknowledged, unacknowledged_nbytes: messages that it has not left, and the memory that they keep.
+        sent: messages to it so far.
+        unacknowledged: messages that it has not left: how far it is behind.
+        unacknowledged_nbytes: bytes of memory that those keep.
         is_stopped: whether a signal (SIGSTOP) or a debugger has stopped its process.
     """
 
@@ -61,44 +71,65 @@ class RingStatistics(_Record):
     """The engine's numbers at one moment. Sizes in bytes; counters count from the ring's start.
 
     Attributes:
-        epoch: identity of this engine's life.
-        slab_nbytes: the whole slab.
-        shm_nbytes: what of it lies in ``/dev/shm``; the rest lies in memfds.
-        leasable_nbytes: the part that is leased out; ``free`` + ``leased`` + ``quarantined`` + ``kept`` add up to it.
+        epoch: identity of this engine's life; not a quantity, and not in Prometheus.
+        slab_nbytes: bytes of the whole slab.
+        shm_nbytes: bytes of the slab that lie in ``/dev/shm``; the rest lies in memfds. 0: all of it.
+        leasable_nbytes: bytes of the part that is leased out: free, leased, quarantined and kept ones add up to it.
+        free_nbytes: bytes of the leasable part, lent to nobody.
+        leased_nbytes: bytes lent to frontends.
+        quarantined_nbytes: bytes of frontends that disconnected but whose process lives.
         clients: frontends connected now.
-        departed_clients: frontends that are gone but of which something is still quarantined or being read.
+        departed_clients: frontends that are gone, of which something is still quarantined or being read.
         lease_requests_waiting: frontends that wait for a lease.
-        waiting, running: requests not yet claimed, and claimed.
-        slots_published, slots_claimed, slots_draining: slots in each state.
-        reply_nbytes, reply_free_nbytes: the reply reserve, and what of it is free.
-        replies_waiting: replies that wait for space in it.
-        submitted, finished, failed, aborted: requests; the last three are terminal.
+        waiting: requests not yet claimed.
+        running: requests claimed, and not ended.
+        slots_published: slots submitted, their request not yet claimed.
+        slots_claimed: slots of claimed requests.
+        slots_draining: slots released, but kept by living views: a handler or executor still has tensors.
+        reply_nbytes: bytes of the slab that are kept for replies.
+        reply_free_nbytes: bytes of those, free.
+        replies_waiting: replies that wait for space there.
+        submitted: requests that came.
+        finished: requests that ended well.
+        failed: requests that ended with an error.
+        aborted: requests that their frontend gave up, or left.
         replies: replies sent.
-        reply_copies, reply_copied_nbytes: tensors copied into replies.
+        reply_copies: tensors copied into replies.
+        reply_copied_nbytes: bytes of those.
         received_nbytes: bytes of slots taken over from frontends.
-        late_aborts: aborts of requests that had ended: the messages crossed.
-        stale_releases: reply slots that were given back once more.
+        late_aborts: messages that aborted a request which had ended: they crossed.
+        stale_releases: messages that gave a reply slot back once more.
         protocol_errors: connections closed because their frontend broke the rules.
         refused: connections refused in the handshake.
         reclaimed_nbytes: bytes taken back from frontends that had gone.
-        kept, kept_nbytes: contents that are kept to be sent again, and their part of the slab.
-        kept_pinned, kept_pinned_nbytes: of them, those that somebody uses. The memory of the others is as good as free.
-        kept_capacity_nbytes: what may be kept.
-        kept_hits, kept_misses: how often a frontend looked for content, and it was there or not.
-        kept_evictions: contents that have gone, because their memory was wanted.
-        pinned_nbytes, pin_seconds: what of the slab is registered with CUDA (all or nothing), and what that took.
-        device_copies, device_copied_nbytes: requests copied to a GPU, and their bytes, small gaps between tensors included.
-        device_slab_nbytes: the device slab; 0 if there is none. What is in it is in none of the sizes above, but its slots are.
-        device_slab_free_nbytes, device_slab_leased_nbytes, device_slab_quarantined_nbytes: they add up to it.
-        device_slots_in_use: slots in it that the engine holds in any state.
-        device_slots_lost: slots of it that are kept for good, because CUDA failed to say when they are free.
-        device_fences: events of frontends that are open in this process.
-        workers: one record for each worker, in order of rank.
-        broadcasts, gathers: messages sent to workers, shared claims among the former.
-        broadcasts_outstanding: of those, messages that some worker has not left.
-        broadcast_nbytes, broadcast_free_nbytes: memory for what is copied to workers, and what of it is free.
-        broadcast_copied_nbytes, broadcast_in_place_nbytes: bytes of tensors copied for workers, and sent from where they were.
-        late_answers: replies of workers for which nobody waited any more.
+        kept: contents kept to be sent again.
+        kept_nbytes: bytes of the slab that those take.
+        kept_pinned: contents of those that are in use; the memory of the others is free for requests.
+        kept_pinned_nbytes: bytes of the slab that those in use take.
+        kept_capacity_nbytes: bytes that may be kept.
+        kept_hits: lookups of content that was there.
+        kept_misses: lookups of content that was not.
+        kept_evictions: contents that have gone because their memory was wanted.
+        pinned_nbytes: bytes of the slab that are registered with CUDA: all or nothing.
+        pin_seconds: seconds that registering them took.
+        device_copies: requests copied to a GPU.
+        device_copied_nbytes: bytes of those, small gaps between tensors included.
+        device_slab_nbytes: bytes of the device slab; 0 if there is none. They are in no size above, but its slots count there.
+        device_slab_free_nbytes: bytes of the device slab, lent to nobody.
+        device_slab_leased_nbytes: bytes of the device slab, lent to frontends.
+        device_slab_quarantined_nbytes: bytes of the device slab, of frontends that disconnected but whose process lives.
+        device_slots_in_use: slots of the device slab that the engine holds in any state.
+        device_slots_lost: slots of the device slab, kept for good because CUDA failed to say when they are free.
+        device_fences: events of frontends that are open in the engine's process.
+        workers: workers that get messages; in the record itself, one record for each worker, in order of rank.
+        broadcasts: messages sent to workers without waiting for replies, shared claims included.
+        gathers: messages sent to workers, whose replies were waited for.
+        broadcasts_outstanding: messages that some worker has not left.
+        broadcast_nbytes: bytes reserved for what is copied to workers; 0 before the first one joins.
+        broadcast_free_nbytes: bytes of those, free.
+        broadcast_copied_nbytes: bytes of tensors that were copied for workers.
+        broadcast_in_place_nbytes: bytes of tensors that were sent to workers from where they were.
+        late_answers: messages of workers: replies for which no gather waited any more.
     """
 
     epoch: int
@@ -117,7 +148,7 @@ class RingStatistics(_Record):
     slots_claimed: int
     slots_draining: int
     reply_nbytes: int
-    reply_free_nbytes: int = _counted()
+    reply_free_nbytes: int = _counted(kind="gauge")
     replies_waiting: int
     submitted: int = _counted()
     finished: int = _counted()
@@ -134,16 +165,16 @@ class RingStatistics(_Record):
     reclaimed_nbytes: int = _counted()
     pinned_nbytes: int
     pin_seconds: float
-    device_copies: int
-    device_copied_nbytes: int
+    device_copies: int = _counter()
+    device_copied_nbytes: int = _counter()
     kept: int
     kept_nbytes: int
     kept_pinned: int
     kept_pinned_nbytes: int
     kept_capacity_nbytes: int
-    kept_hits: int
-    kept_misses: int
-    kept_evictions: int
+    kept_hits: int = _counter()
+    kept_misses: int = _counter()
+    kept_evictions: int = _counter()
     device_slab_nbytes: int = 0
     device_slab_free_nbytes: int = 0
     device_slab_leased_nbytes: int = 0
@@ -153,12 +184,12 @@ class RingStatistics(_Record):
     device_fences: int = 0
     workers: tuple[WorkerStatistics, ...] = ()
     broadcasts: int = _counted(0)
-    gathers: int = 0
+    gathers: int = _counter(0)
     broadcasts_outstanding: int = 0
     broadcast_nbytes: int = 0
     broadcast_free_nbytes: int = 0
-    broadcast_copied_nbytes: int = 0
-    broadcast_in_place_nbytes: int = 0
+    broadcast_copied_nbytes: int = _counter(0)
+    broadcast_in_place_nbytes: int = _counter(0)
     late_answers: int = _counted(0)
 
     @property
@@ -173,30 +204,42 @@ class ClientStatistics(_Record):
 
     Attributes:
         connected: whether an engine is attached now.
-        epoch: the identity of its life; 0 if none is, and of several engines together.
-        client_id: how the engine calls this client; 0 likewise.
-        leases, leased_nbytes, free_nbytes: leases held, their bytes, and bytes of them in no slot.
-        slots_writing, slots_submitted, slots_cached, slots_draining: slots in each state.
-        waiting: callers in line for a slot.
+        epoch: identity of the attached engine's life; 0 if there is none, and of several engines together.
+        client_id: identity of this client, as the engine calls it; 0 likewise.
+        leases: leases held.
+        leased_nbytes: bytes of the slab that are leased.
+        free_nbytes: bytes of leases that are in no slot.
+        slots_writing: slots that callers write to.
+        slots_submitted: slots with the engine.
+        slots_cached: slots released by the engine, which a caller still holds: their content can be submitted again.
+        slots_draining: slots left, which living views keep.
+        waiting: callers that wait for space in the slab.
         in_flight: requests without a terminal reply.
-        submitted, finished, failed, aborted: requests; the last three are terminal.
-        copies, copied_nbytes: tensors copied for sending, into slots or messages.
-        in_place, in_place_nbytes: tensors sent from where they were: no copy.
+        submitted: requests sent.
+        finished: requests that ended well.
+        failed: requests that ended with an error.
+        aborted: requests given up.
+        copies: tensors copied for sending, into slots or messages.
+        copied_nbytes: bytes of tensors copied for sending.
+        in_place: tensors sent from where they were in the slab, without a copy.
+        in_place_nbytes: bytes of those.
         inline_payloads: payloads whose tensors travelled in the message.
         slot_nbytes_submitted: bytes of slots handed to the engine.
         replies: replies received.
-        reply_copies, reply_copied_nbytes: replies that were copied out of the engine's slab, which was short of space for them.
-        reply_slots_held: reply slots that living views keep.
-        kept_pins: kept contents that this client has pinned.
-        kept_hits, kept_misses: how often :meth:`~shmring.Client.find` found something, and how often not. What this
-            client has pinned already it finds without asking the engine.
-        stale_releases: releases of slots that were not with the engine (late or doubled).
+        reply_copies: replies copied out of the engine's slab, because views of earlier ones held half of the reserve.
+        reply_copied_nbytes: bytes of those.
+        reply_slots_held: slots of replies, which living views keep.
+        kept_pins: contents that this client has pinned.
+        kept_hits: lookups that found content; what is pinned already is found without asking the engine.
+        kept_misses: lookups that found nothing.
+        stale_releases: messages that released a slot which was not with the engine: late, or doubled.
         reconnections: engines attached to after the first.
-        device_slab_nbytes: the engine's device slab, once this client has attached to it. Its leases are in none of the sizes
-            above, but its slots are.
-        device_leased_nbytes, device_free_nbytes: bytes of leases in it, and bytes of them in no slot.
-        device_slots_in_use: slots in it, in any state but free.
-        device_slots_lost: slots of it that are kept for good, because CUDA failed to say when they are free.
+        device_slab_nbytes: bytes of the engine's device slab, once this client has attached to it. Its leases are in no size
+            above, but its slots count there.
+        device_leased_nbytes: bytes of leases in the device slab.
+        device_free_nbytes: bytes of those in no slot.
+        device_slots_in_use: slots of the device slab, in any state but free.
+        device_slots_lost: slots of the device slab, kept for good because CUDA failed to say when they are free.
     """
 
     connected: bool

@@ -13,20 +13,22 @@ share of it that lies within the last 60 s. A request that is refused does not c
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import math
 import mmap
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shmring.frontend.callers.keys import KeyOwner
 from shmring.frontend.errors import ApiError, ErrorCode
+from shmring.service.numbers import CountsByLabel, Number
 
 __all__ = ["KeyLimits", "KeyStatistics", "OwnerUsage", "UsageTable", "hold_slab", "running_usage", "usages_of"]
 
@@ -81,17 +83,23 @@ class KeyStatistics:
     """What a frontend has counted of owners, by name.
 
     Attributes:
-        running: requests now.
-        slab_nbytes: of media, now.
-        refused: requests, by limit too.
-        prompt_tokens, generated_tokens: of answers.
+        refused: requests that a limit of their key refused, by ``key`` and ``limit``.
+        running: requests now, by ``key``.
+        slab_nbytes: bytes of media that requests have in the slab or wait for, by ``key``; kept media are not counted again.
+        prompt_tokens: tokens of requests that were answered, by ``key``.
+        generated_tokens: tokens of answers, by ``key``; of an answer that is not streamed and whose caller hangs up, all but
+            those of the last second.
     """
 
-    running: dict[tuple[str, ...], int] = field(default_factory=dict)
-    slab_nbytes: dict[tuple[str, ...], int] = field(default_factory=dict)
-    refused: dict[tuple[str, ...], int] = field(default_factory=collections.Counter)
-    prompt_tokens: dict[tuple[str, ...], int] = field(default_factory=collections.Counter)
-    generated_tokens: dict[tuple[str, ...], int] = field(default_factory=collections.Counter)
+    refused: Annotated[CountsByLabel, Number("shmring_key_refusals", ("key", "limit"))] = field(default_factory=Counter)
+    running: Annotated[dict[tuple[str, ...], int], Number("shmring_key_requests_running", ("key",))] = field(
+        default_factory=dict
+    )
+    slab_nbytes: Annotated[dict[tuple[str, ...], int], Number("shmring_key_slab_bytes", ("key",))] = field(default_factory=dict)
+    prompt_tokens: Annotated[CountsByLabel, Number("shmring_key_prompt_tokens", ("key",))] = field(default_factory=Counter)
+    generated_tokens: Annotated[CountsByLabel, Number("shmring_key_generation_tokens", ("key",))] = field(
+        default_factory=Counter
+    )
 
 
 class OwnerUsage:

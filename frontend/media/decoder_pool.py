@@ -33,6 +33,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import Annotated
 
 import msgspec
 
@@ -43,6 +44,7 @@ from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready
 from shmring.processes.process import Process
 from shmring.service.import_path import without_working_directory
 from shmring.service.logs import log_format_of_this_process
+from shmring.service.numbers import Number
 
 __all__ = ["BudgetSpentError", "DecoderDiedError", "DecoderPool", "DecoderStatistics", "Outcome", "read_into"]
 
@@ -78,16 +80,16 @@ class DecoderStatistics:
     """How busy the decoders are.
 
     Attributes:
-        total: how many media can be decoded at a time.
-        free: how many more could be decoded now.
+        total: processes that the frontend may have for decoding media (``--decoders``).
+        free: processes of these that nobody uses, started or not.
         waiting: media that wait for a decoder.
-        waiting_s: how long the first of them has waited.
+        waiting_s: how long the first of them has waited; of several frontends, the longest time.
     """
 
-    total: int
-    free: int
-    waiting: int
-    waiting_s: float
+    total: Annotated[int, Number("shmring_frontend_decoders")]
+    free: Annotated[int, Number("shmring_frontend_decoders_free")]
+    waiting: Annotated[int, Number("shmring_frontend_decoder_waiters")]
+    waiting_s: Annotated[float, Number("shmring_frontend_decoder_waiting_seconds", across_frontends="livemax")]
 
 
 @dataclasses.dataclass(slots=True)

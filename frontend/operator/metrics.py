@@ -18,7 +18,7 @@ import itertools
 import operator
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -30,39 +30,48 @@ import shmring
 from shmring.engine.counted import OF_ENGINES, EngineNumbers
 from shmring.frontend.callers.key_usage import KeyStatistics
 from shmring.frontend.intake import IntakeStatistics
-from shmring.frontend.operator.counted import COUNTED, Counted
 from shmring.frontend.operator.number_files import DIRECTORY_VARIABLE
 from shmring.service.distributions import TIMES_S, Distribution
 from shmring.service.logs import dropped_lines
+from shmring.service.numbers import Count, Counted, CountsByLabel, Number, numbers_of
 
-__all__ = ["AnswerStatistics", "EngineNumbers", "FrontendMetrics", "HttpStatistics", "ProcessStatistics"]
+__all__ = ["COUNTED", "AnswerStatistics", "EngineNumbers", "FrontendMetrics", "HttpStatistics", "ProcessStatistics"]
 
 _BOUNDS = (*map(str, TIMES_S), "+Inf")
 
 
 @dataclasses.dataclass(slots=True)
 class HttpStatistics:
-    """A frontend's requests. What has labels is by route, by route and status, or by route and reason.
+    """A frontend's requests.
 
     Attributes:
         in_flight: requests being answered, those that wait for their turn included.
-        requests: requests by route and status; 499 are those that hung up.
-        seconds: how long they took.
-        aborted: requests that hung up, or stopped reading, before their answer was complete.
-        broken_streams: answers that ended with an error after they had begun, by its code. Their status was 200 by then.
-        failures: requests that got an error, broken streams included, by route and code.
-        key_requests: requests of keys that have an owner, by its name and by status.
+        requests: requests answered, by ``route`` and ``status``; 499 are those that hung up.
+        seconds: time to answer, by ``route``; a stream counts until its end.
+        aborted: requests hung up, or stopped reading, before their answer was complete.
+        broken_streams: streams ended with an error after they had begun, by its ``code``; their status was 200 by then.
+        failures: requests that failed, broken streams included, by ``route`` and ``reason``: the ``code`` of the error.
+        key_requests: requests of keys that have an owner ([limits](operations.md#keys-and-their-limits)), by ``key``, its name,
+            and ``status``.
     """
 
-    in_flight: int = 0
-    requests: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
-    seconds: dict[tuple[str, ...], Distribution] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(Distribution)
+    in_flight: Annotated[int, Number("shmring_http_in_flight")] = 0
+    requests: Annotated[CountsByLabel, Number("shmring_http_requests", ("route", "status"))] = dataclasses.field(
+        default_factory=collections.Counter
     )
-    aborted: int = 0
-    broken_streams: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
-    failures: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
-    key_requests: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+    seconds: Annotated[dict[tuple[str, ...], Distribution], Number("shmring_http_request_seconds", ("route",))] = (
+        dataclasses.field(default_factory=lambda: collections.defaultdict(Distribution))
+    )
+    aborted: Annotated[Count, Number("shmring_http_aborted")] = 0
+    broken_streams: Annotated[CountsByLabel, Number("shmring_http_broken_streams", ("code",))] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+    failures: Annotated[CountsByLabel, Number("shmring_request_failure", ("route", "reason"))] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+    key_requests: Annotated[CountsByLabel, Number("shmring_key_requests", ("key", "status"))] = dataclasses.field(
+        default_factory=collections.Counter
+    )
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,16 +79,25 @@ class AnswerStatistics:
     """A frontend's answers and embeddings; times in seconds.
 
     Attributes:
-        first_token: from the end of a request's body to the first token of its answer, or the first part that was sent.
-        inter_token: between two tokens of an answer.
-        whole: from the end of a request's body to the last part of its answer.
-        success: answers by the reason why they ended.
+        first_token: from the end of a request's body to the first part of its answer.
+        inter_token: between two tokens of an answer; of tokens that came together, the mean.
+        whole: from the end of a request's body to the last part of its answer, of requests that succeeded.
+        success: requests for answers and embeddings that succeeded, by ``finished_reason``: ``stop``, ``length``; embeddings
+            count as ``stop``.
     """
 
-    first_token: Distribution = dataclasses.field(default_factory=Distribution)
-    inter_token: Distribution = dataclasses.field(default_factory=Distribution)
-    whole: Distribution = dataclasses.field(default_factory=Distribution)
-    success: dict[tuple[str, ...], int] = dataclasses.field(default_factory=collections.Counter)
+    first_token: Annotated[Distribution, Number("shmring_time_to_first_token_seconds")] = dataclasses.field(
+        default_factory=Distribution
+    )
+    inter_token: Annotated[Distribution, Number("shmring_inter_token_latency_seconds")] = dataclasses.field(
+        default_factory=Distribution
+    )
+    whole: Annotated[Distribution, Number("shmring_e2e_request_latency_seconds")] = dataclasses.field(
+        default_factory=Distribution
+    )
+    success: Annotated[CountsByLabel, Number("shmring_request_success", ("finished_reason",))] = dataclasses.field(
+        default_factory=collections.Counter
+    )
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,12 +105,41 @@ class ProcessStatistics:
     """A frontend's process.
 
     Attributes:
-        log_lines_dropped: lines of its log that nobody read, or that could not be written.
-        loop_lag_seconds: how late its loop was at most, in the last 15 to 30 s.
+        log_lines_dropped: lines of frontends' logs that nobody read, or that could not be written.
+        loop_lag_seconds: how late the loop of a frontend was at most in the last 15 to 30 s; of several frontends, the longest
+            time.
     """
 
-    log_lines_dropped: int = 0
-    loop_lag_seconds: float = 0.0
+    log_lines_dropped: Annotated[Count, Number("shmring_log_lines_dropped")] = 0
+    loop_lag_seconds: Annotated[float, Number("shmring_frontend_loop_lag_seconds", across_frontends="livemax")] = 0.0
+
+
+# Of a frontend's end of a ring: what is shown, by the field of the record.
+_OF_CLIENTS = {
+    "slot_nbytes_submitted": "shmring_frontend_slab_bytes",
+    "copies": "shmring_frontend_copies",
+    "copied_nbytes": "shmring_frontend_copied_bytes",
+    "in_place": "shmring_frontend_in_place",
+    "reconnections": "shmring_frontend_reconnections",
+    "kept_hits": "shmring_frontend_kept_hits",
+    "kept_misses": "shmring_frontend_kept_misses",
+    "kept_pins": "shmring_frontend_kept_pins",
+    "slots_in_use": "shmring_frontend_slots_in_use",
+    "slots_draining": "shmring_frontend_slots_draining",
+    "leased_nbytes": "shmring_frontend_leased_bytes",
+    "waiting": "shmring_frontend_slot_waiters",
+}
+
+#: All numbers of a server.
+COUNTED = (
+    *numbers_of(HttpStatistics, "http"),
+    *numbers_of(AnswerStatistics, "answers"),
+    *numbers_of(KeyStatistics, "keys"),
+    *numbers_of(ProcessStatistics, "process"),
+    *numbers_of(IntakeStatistics, "intake"),
+    *numbers_of(shmring.ClientStatistics, "client", _OF_CLIENTS.get),
+    *OF_ENGINES,
+)
 
 
 class _EngineCollector(Collector):

@@ -56,11 +56,7 @@ RECORDS: list[tuple[str, type]] = [
 
 @for_each(("heading", "record"), RECORDS, ids=[record.__name__ for _, record in RECORDS])
 def test_every_number_of_a_record_is_in_its_table(heading: str, record: type) -> None:
-    made = {"`EngineClient.statistics()`", "`ring.statistics()`"}
-    remedy = (
-        "add Counted(...) to engine/counted.py, and run docs/make_reference.py" if heading in made else "write the row by hand"
-    )
-    assert rows(heading).keys() == names_of(record), remedy
+    assert rows(heading).keys() == names_of(record), "run docs/make_reference.py"
 
 
 @for_each("record", [shmring.RingStatistics, shmring.ClientStatistics, shmring.WorkerStatistics])
@@ -97,7 +93,7 @@ def test_a_row_that_was_written_by_hand_is_refused_and_not_deleted(tmp_path: Pat
     assert row in page
     (tmp_path / "reference.md").write_text(page.replace(row, f"| `shmring_http_naps_total` | counter | naps | taken |\n{row}"))
     monkeypatch.setattr(make_reference, "PAGE", tmp_path / "reference.md")
-    with pytest.raises(LookupError, match=r"no number is called shmring_http_naps_total\..* frontend/operator/counted\.py"):
+    with pytest.raises(LookupError, match=r"no number is called shmring_http_naps_total\..* \(shmring/service/numbers\.py"):
         make_reference.make_page()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from shmring.frontend.cli import main as shmring
 from shmring.frontend.commands.serve import serve
 from shmring.frontend.errors import ErrorCode
-from shmring.frontend.operator.counted import COUNTED
+from shmring.frontend.operator.metrics import COUNTED
 from tests.pages import load_maker
 from tests.tables import for_each
 

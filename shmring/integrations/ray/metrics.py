@@ -19,8 +19,9 @@ from typing import Any
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from shmring.engine.counted import OF_ENGINES, Counted, EngineNumbers
+from shmring.engine.counted import OF_ENGINES, EngineNumbers
 from shmring.service.distributions import TIMES_S, Distribution
+from shmring.service.numbers import Counted
 
 __all__ = ["Reporter", "keep_reporting"]
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from shmring.frontend.operator import number_files
-from shmring.frontend.operator.counted import COUNTED
+from shmring.frontend.operator.metrics import COUNTED
 from shmring.frontend.operator.number_files import DIRECTORY_VARIABLE, reserve_number_files
 
 COUNTING = """if True:
