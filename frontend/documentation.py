@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ import shmring
 from shmring.frontend.anthropic.errors import MESSAGES_PATH, MessagesErrorEnvelope
 from shmring.frontend.anthropic.messages_answer import MessagesAnswer, MessagesEvent
 from shmring.frontend.anthropic.messages_request import VERSIONS, CountTokensAnswer, CountTokensRequest, MessagesRequest
-from shmring.frontend.errors import ErrorEnvelope
+from shmring.frontend.errors import ErrorCode, ErrorEnvelope
 from shmring.frontend.http.responses import JsonResponse
 from shmring.frontend.openai.chat import ChatCompletion, ChatCompletionChunk, ChatRequest
 from shmring.frontend.openai.completions import Completion, CompletionRequest
@@ -48,7 +49,6 @@ from shmring.frontend.operator.health import Health
 from shmring.frontend.options import limits_of
 from shmring.frontend.served_model import ServedModel
 from shmring.frontend.settings import FrontendSettings
-from shmring.service.supervision import FrontendState
 
 __all__ = ["DOCS_PATH", "DOCUMENT_PATHS", "Documentation", "openapi_document"]
 
@@ -61,51 +61,6 @@ _POLICY = (
     "style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
-_TYPES = (
-    ChatRequest,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ResponsesRequest,
-    ResponsesAnswer,
-    ResponsesEvent,
-    DeletedResponse,
-    InputItemList,
-    MessagesRequest,
-    MessagesAnswer,
-    MessagesEvent,
-    CountTokensRequest,
-    CountTokensAnswer,
-    MessagesErrorEnvelope,
-    CompletionRequest,
-    Completion,
-    TranscriptionRequest,
-    TranslationRequest,
-    Transcription,
-    VerboseTranscription,
-    SpeechEvent,
-    TokenizeRequest,
-    TokenizeResponse,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    EmbeddingRequest,
-    EmbeddingResponse,
-    ScoreRequest,
-    ScoreResponse,
-    RerankRequest,
-    RerankResponse,
-    Model,
-    ModelList,
-    Version,
-    Load,
-    Health,
-    FrontendState,
-    AdminStatus,
-    PauseState,
-    AbortRequest,
-    AbortResponse,
-    ErrorEnvelope,
-)
-
 _DESCRIPTION = (
     "OpenAI's API for chats and embeddings, with pictures, recordings and clips, and Anthropic's for messages. All errors have "
     "OpenAI's envelope, those of wrong paths (404) and wrong methods (405) included; those of `/v1/messages` have Anthropic's. "
@@ -113,19 +68,8 @@ _DESCRIPTION = (
     "succeed a moment later."
 )
 _ERRORS = {
-    400: "The request is wrong, or asks for what this server does not do; `param` says where.",
-    401: "The server needs a key, and this is none of them.",
-    403: "A page of another site has sent the form.",
-    404: "There is no such model, or no such response.",
-    409: "The profiler is off, or runs already, or does not run.",
-    408: "The body did not arrive in time.",
-    413: "The body or its media are too large, or can never fit the slab.",
-    415: "The body is not said to be JSON, or a form (Content-Type), or is compressed.",
-    429: "The key is at one of its limits.",
-    500: "The engine failed with this request, or the server has a bug.",
-    501: "The request has media, and this server has no packages that decode them.",
-    503: "Too many requests, no space in the slab, no engine at the moment, or a decoder that died.",
-    504: "The request took longer than the server allows.",
+    status: "; ".join(f"`{code}`: {code.meaning}" for code in codes)
+    for status, codes in itertools.groupby(sorted(ErrorCode, key=lambda code: code.status), key=lambda code: code.status)
 }
 _BODY_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 501, 503, 504)
 
@@ -159,6 +103,9 @@ _PICTURE = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAA
 _PICTURE_PART = {"type": "image_url", "image_url": {"url": _PICTURE}}
 _CHAT_EXAMPLE = {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, _PICTURE_PART]}]}
 _EMBEDDING_EXAMPLE = {"messages": [{"role": "user", "content": [_PICTURE_PART]}]}
+_MESSAGES_EXAMPLE = {"messages": [{"role": "user", "content": "What is this?"}]}
+_DOCUMENTS = ["It rains.", "The sun shines."]
+_TOKENS = "The tokens or the text."
 
 
 class Documentation:
@@ -208,85 +155,136 @@ def openapi_document(settings: FrontendSettings, model: str = "MODEL", root_path
         root_path: what a proxy in front strips from paths.
     """
     servers: dict[str, Any] = {"servers": [{"url": root_path}]} if root_path else {}
-    _, schemas = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
-    components: dict[str, Any] = {"schemas": schemas}
     schemes = {"key": settings.api_keys, "admin_key": settings.admin_keys}
-    if any(schemes.values()):
-        components["securitySchemes"] = {name: {"type": "http", "scheme": "bearer"} for name, keys in schemes.items() if keys}
-    security: dict[str, Any] = {"security": [{"key": []}]} if settings.api_keys else {}
-    of_messages: dict[str, Any] = {}
+    schemas: dict[str, Any] = {name: {"type": "http", "scheme": "bearer"} for name, keys in schemes.items() if keys}
     if settings.api_keys:
-        components["securitySchemes"]["x_api_key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
-        of_messages = {"security": [{"x_api_key": []}, {"key": []}]}
+        schemas["x_api_key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+    kinds: list[type] = []
+
+    def named(kind: type) -> str:
+        kinds.append(kind)
+        return f"#/components/schemas/{kind.__name__}"
+
+    paths = msgspec.to_builtins(_paths(settings, model), enc_hook=named)
+    _, shown = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     return {
         "openapi": "3.1.0",
         "info": {"title": "shmring", "version": shmring.__version__, "description": _DESCRIPTION},
         "x-limits": limits_of(settings),
         **servers,
-        "components": components,
-        "paths": {
-            "/v1/chat/completions": {"post": _chat(model) | security},
-            "/v1/responses": {"post": _responses(model) | security},
-            **{path: {method: each | security for method, each in of.items()} for path, of in _stored_responses().items()},
-            MESSAGES_PATH: {"post": _messages(model) | of_messages},
-            f"{MESSAGES_PATH}/count_tokens": {"post": _token_counts(model) | of_messages},
-            "/v1/audio/transcriptions": {"post": _speech("Write down what is said", "TranscriptionRequest") | security},
-            "/v1/audio/translations": {"post": _speech("Say in English what is said", "TranslationRequest") | security},
-            "/v1/completions": {"post": _completions(model) | security},
-            "/tokenize": {"post": _tokens("Tokenize", {"prompt": "Hello"}, model) | security},
-            "/detokenize": {"post": _tokens("Detokenize", {"tokens": [1, 2]}, model) | security},
-            "/v1/embeddings": {"post": _embeddings(model) | security},
-            **{path: {"post": _scores(model) | security} for path in ("/score", "/v1/score")},
-            **{path: {"post": _reranking(model) | security} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
-            "/v1/models": {"get": _models() | security},
-            "/v1/models/{name}": {"get": _model() | security},
-            **_operations(),
-            **(_administration() if settings.admin_keys else {}),
-        },
+        "components": {"schemas": shown} | ({"securitySchemes": schemas} if schemas else {}),
+        "paths": paths,
     }
 
 
 # -- operations ---------------------------------------------------------------------------------------------------------
 
 
-def _chat(model: str) -> dict[str, Any]:
-    answer = _text_answer("ChatCompletion", "ChatCompletionChunk")
-    body = _body("ChatRequest", {"model": model} | _CHAT_EXAMPLE)
-    return _operation("Answer a conversation", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
+def _paths(settings: FrontendSettings, model: str) -> dict[str, dict[str, Any]]:
+    """Returns all paths, with types in the place of references to their schemas."""
+    posted = functools.partial(_posted, model)
+    comparing = _answer("The scores.", ScoreResponse, _TAKEN | _TOLD)
+    score = posted("Compare texts and media", ScoreRequest, {"queries": "rain", "documents": _DOCUMENTS}, comparing)
+    ordering = _answer("The documents.", RerankResponse, _TAKEN | _TOLD)
+    rerank = posted("Order documents by a query", RerankRequest, {"query": "rain", "documents": _DOCUMENTS}, ordering)
+    of_callers = {
+        "/v1/chat/completions": posted(
+            "Answer a conversation", ChatRequest, _CHAT_EXAMPLE, _text_answer(ChatCompletion, ChatCompletionChunk)
+        ),
+        "/v1/responses": posted(
+            "Answer a conversation, as items",
+            ResponsesRequest,
+            {"input": "What is this?"},
+            _text_answer(ResponsesAnswer, ResponsesEvent),
+        ),
+        **_stored_responses(),
+        "/v1/audio/transcriptions": _speech("Write down what is said", TranscriptionRequest),
+        "/v1/audio/translations": _speech("Say in English what is said", TranslationRequest),
+        "/v1/completions": posted(
+            "Go on from a prompt", CompletionRequest, {"prompt": "Once upon a time"}, _text_answer(Completion, Completion)
+        ),
+        "/tokenize": posted("Tokenize", TokenizeRequest, {"prompt": "Hello"}, _answer(_TOKENS, TokenizeResponse, _IGNORED)),
+        "/detokenize": posted(
+            "Detokenize", DetokenizeRequest, {"tokens": [1, 2]}, _answer(_TOKENS, DetokenizeResponse, _IGNORED)
+        ),
+        "/v1/embeddings": posted(
+            "Embed media and texts",
+            EmbeddingRequest,
+            _EMBEDDING_EXAMPLE,
+            _answer("The embeddings.", EmbeddingResponse, _TAKEN | _TOLD),
+        ),
+        **dict.fromkeys(("/score", "/v1/score"), score),
+        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
+        "/v1/models": _got("List the models", _answer("The models.", ModelList), (401, 500, 503, 504)),
+        "/v1/models/{name}": _got(
+            "Describe a model", _answer("The model.", Model), (401, 404, 500, 503, 504), parameters=[_in_path("name")]
+        ),
+    }
+    of_messages = {
+        MESSAGES_PATH: posted(
+            "Answer a conversation, as Anthropic does",
+            MessagesRequest,
+            {"max_tokens": 256} | _MESSAGES_EXAMPLE,
+            _text_answer(MessagesAnswer, MessagesEvent, _MESSAGES_STREAM),
+            MessagesErrorEnvelope,
+            parameters=[_VERSION],
+        ),
+        f"{MESSAGES_PATH}/count_tokens": posted(
+            "Count a conversation's tokens",
+            CountTokensRequest,
+            _MESSAGES_EXAMPLE,
+            _answer("The number.", CountTokensAnswer, _TAKEN | _TOLD),
+            MessagesErrorEnvelope,
+            parameters=[_VERSION],
+        ),
+    }
+    return {
+        **_secured(of_callers, [{"key": []}] if settings.api_keys else []),
+        **_secured(of_messages, [{"x_api_key": []}, {"key": []}] if settings.api_keys else []),
+        **_operations(),
+        **(_secured(_administration(), [{"admin_key": []}]) if settings.admin_keys else {}),
+    }
 
 
-def _responses(model: str) -> dict[str, Any]:
-    answer = _text_answer("ResponsesAnswer", "ResponsesEvent")
-    body = _body("ResponsesRequest", {"model": model, "input": "What is this?"})
-    return _operation("Answer a conversation, as items", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
+def _secured(paths: dict[str, dict[str, Any]], schemes: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns paths whose operations need a key of one of these kinds; none: they need no key."""
+    security = {"security": schemes} if schemes else {}
+    return {path: {method: each | security for method, each in methods.items()} for path, methods in paths.items()}
 
 
-def _messages(model: str) -> dict[str, Any]:
-    answer = _text_answer("MessagesAnswer", "MessagesEvent", _MESSAGES_STREAM)
-    return _of_messages("Answer a conversation, as Anthropic does", answer, "MessagesRequest", model, max_tokens=256)
+def _posted(
+    model: str,
+    summary: str,
+    request: type,
+    example: dict[str, Any],
+    answer: dict[str, Any],
+    envelope: type = ErrorEnvelope,
+    *,
+    parameters: Sequence[dict[str, Any]] = (),
+) -> dict[str, Any]:
+    body = _body(request, {"model": model} | example)
+    errors = _errors(_BODY_ERRORS, envelope)
+    return {"post": _operation(summary, "v1", answer, errors, parameters=parameters, requestBody=body)}
 
 
-def _token_counts(model: str) -> dict[str, Any]:
-    answer = _answer("The number.", {"application/json": _schema("CountTokensAnswer")}, _TAKEN | _TOLD)
-    return _of_messages("Count a conversation's tokens", answer, "CountTokensRequest", model)
+def _got(
+    summary: str, answer: dict[str, Any], statuses: Iterable[int], *, parameters: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    return {"get": _operation(summary, "v1", answer, _errors(statuses), parameters=parameters)}
 
 
-def _of_messages(summary: str, answer: dict[str, Any], request: str, model: str, **fields: Any) -> dict[str, Any]:
-    body = _body(request, {"model": model, **fields, "messages": [{"role": "user", "content": "What is this?"}]})
-    operation = _operation(summary, "v1", answer, _errors(_BODY_ERRORS, "MessagesErrorEnvelope"), requestBody=body)
-    return operation | {"parameters": [_REQUEST_ID, _VERSION]}
+def _in_path(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def _stored_responses() -> dict[str, dict[str, Any]]:
     """Returns the paths of responses that the server keeps."""
     path = "/v1/responses/{response_id}"
-    name = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
     stream = {"name": "stream", "in": "query", "description": "Not supported.", "schema": {"enum": ["false"]}}
 
-    def of(summary: str, answer: str, statuses: Iterable[int], *further: dict[str, Any]) -> dict[str, Any]:
-        content = {"application/json": _schema(answer)}
-        operation = _operation(summary, "v1", _answer("The response.", content), _errors((*statuses, 401, 404, 500)))
-        return operation | {"parameters": [*operation["parameters"], name, *further]}
+    def of(summary: str, answer: type, statuses: Iterable[int], *further: dict[str, Any]) -> dict[str, Any]:
+        errors, parameters = _errors((*statuses, 401, 404, 500)), (_in_path("response_id"), *further)
+        return _operation(summary, "v1", _answer("The response.", answer), errors, parameters=parameters)
 
     page = [
         {"name": field, "in": "query", "schema": schema}
@@ -296,147 +294,102 @@ def _stored_responses() -> dict[str, dict[str, Any]]:
             ("after", {"type": "string", "description": "The name of the item before the first one."}),
         )
     ]
-    cancel = of("Cancel a response that goes on: there are none, so it is always refused", "ResponsesAnswer", (400,))
+    cancel = of("Cancel a response that goes on: there are none, so it is always refused", ResponsesAnswer, (400,))
     return {
         path: {
-            "get": of("Return a response that the server keeps", "ResponsesAnswer", (400,), stream),
-            "delete": of("Forget a response", "DeletedResponse", ()),
+            "get": of("Return a response that the server keeps", ResponsesAnswer, (400,), stream),
+            "delete": of("Forget a response", DeletedResponse, ()),
         },
-        f"{path}/input_items": {"get": of("List the items that were a response's input", "InputItemList", (400,), *page)},
+        f"{path}/input_items": {"get": of("List the items that were a response's input", InputItemList, (400,), *page)},
         f"{path}/cancel": {"post": cancel},
     }
 
 
-def _speech(summary: str, request: str) -> dict[str, Any]:
-    either = {"schema": {"oneOf": [_schema("VerboseTranscription")["schema"], _schema("Transcription")["schema"]]}}
+def _speech(summary: str, request: type) -> dict[str, Any]:
+    either = {"schema": {"oneOf": [_schema(VerboseTranscription)["schema"], _schema(Transcription)["schema"]]}}
     content = {
         "application/json": either,
         "text/plain": {"schema": {"type": "string", "description": "With `response_format` `text`, `srt` or `vtt`."}},
-        "text/event-stream": _stream("SpeechEvent", _SPEECH_STREAM),
+        "text/event-stream": _stream(SpeechEvent, _SPEECH_STREAM),
     }
-    taken = {name: header | {"required": False} for name, header in _TAKEN.items()}  # of answers that come whole
     body = {"required": True, "content": {"multipart/form-data": _schema(request)}}
-    answer = _answer("What is said.", content, taken | _TOLD)
-    return _operation(summary, "v1", answer, _errors((*_BODY_ERRORS, 403)), requestBody=body)
+    answer = _answer("What is said.", content, _TAKEN_IF_WHOLE | _TOLD)
+    return {"post": _operation(summary, "v1", answer, _errors((*_BODY_ERRORS, 403)), requestBody=body)}
 
 
-def _completions(model: str) -> dict[str, Any]:
-    answer = _text_answer("Completion", "Completion")
-    body = _body("CompletionRequest", {"model": model, "prompt": "Once upon a time"})
-    return _operation("Go on from a prompt", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
-
-
-def _text_answer(whole: str, event: str, stream: str = _STREAM) -> dict[str, Any]:
+def _text_answer(whole: type, event: type, stream: str = _STREAM) -> dict[str, Any]:
     content = {"application/json": _schema(whole), "text/event-stream": _stream(event, stream)}
-    taken = {name: header | {"required": False} for name, header in _TAKEN.items()}  # of answers that come whole
-    return _answer("The answer.", content, taken | _TOLD)
-
-
-def _tokens(what: str, example: dict[str, Any], model: str) -> dict[str, Any]:
-    headers = {"X-Shmring-Ignored-Fields": _TOLD["X-Shmring-Ignored-Fields"]}
-    answer = _answer("The tokens or the text.", {"application/json": _schema(f"{what}Response")}, headers)
-    body = _body(f"{what}Request", {"model": model} | example)
-    return _operation(what, "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
-
-
-def _embeddings(model: str) -> dict[str, Any]:
-    answer = _answer("The embeddings.", {"application/json": _schema("EmbeddingResponse")}, _TAKEN | _TOLD)
-    body = _body("EmbeddingRequest", {"model": model} | _EMBEDDING_EXAMPLE)
-    return _operation("Embed media and texts", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
-
-
-def _scores(model: str) -> dict[str, Any]:
-    answer = _answer("The scores.", {"application/json": _schema("ScoreResponse")}, _TAKEN | _TOLD)
-    body = _body("ScoreRequest", {"model": model, "queries": "rain", "documents": ["It rains.", "The sun shines."]})
-    return _operation("Compare texts and media", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
-
-
-def _reranking(model: str) -> dict[str, Any]:
-    answer = _answer("The documents.", {"application/json": _schema("RerankResponse")}, _TAKEN | _TOLD)
-    body = _body("RerankRequest", {"model": model, "query": "rain", "documents": ["It rains.", "The sun shines."]})
-    return _operation("Order documents by a query", "v1", answer, _errors(_BODY_ERRORS), requestBody=body)
-
-
-def _models() -> dict[str, Any]:
-    answer = _answer("The models.", {"application/json": _schema("ModelList")})
-    return _operation("List the models", "v1", answer, _errors((401, 500, 503, 504)))
-
-
-def _model() -> dict[str, Any]:
-    answer = _answer("The model.", {"application/json": _schema("Model")})
-    operation = _operation("Describe a model", "v1", answer, _errors((401, 404, 500, 503, 504)))
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    return operation | {"parameters": [*operation["parameters"], name]}
+    return _answer("The answer.", content, _TAKEN_IF_WHOLE | _TOLD)
 
 
 def _operations() -> dict[str, Any]:
     """Returns the paths for operators of the server."""
-    version = {"application/json": _schema("Version")}
     plain = {"text/plain": {"schema": {"type": "string"}}}
-    health = {"application/json": _schema("Health")}
-    load = {"application/json": _schema("Load")}
-    unwell, bugs, busy = _errors((500, 503)), _errors((500,)), _errors((500, 503, 504))
+    unwell, bugs, busy = (500, 503), (500,), (500, 503, 504)
+
+    def of(summary: str, answer: dict[str, Any], statuses: Iterable[int]) -> dict[str, Any]:
+        return _operation(summary, "operations", answer, _errors(statuses))
+
+    works = of("As /health", _answer("It does.", Health), unwell)
     return {
-        "/health": {"get": _operation("Whether the engine works", "operations", _answer("It does.", health), unwell)},
-        "/ready": {"get": _operation("Whether requests are answered now", "operations", _answer("They are.", health), unwell)},
-        "/ping": {
-            method: _operation("As /health", "operations", _answer("It does.", health), unwell) for method in ("get", "post")
-        },
-        "/load": {"get": _operation("How many requests wait or run", "operations", _answer("So many.", load), busy)},
-        "/metrics": {"get": _operation("Numbers for Prometheus", "operations", _answer("The numbers.", plain), bugs)},
-        "/version": {"get": _operation("The version", "operations", _answer("The version.", version), bugs)},
+        "/health": {"get": of("Whether the engine works", _answer("It does.", Health), unwell)},
+        "/ready": {"get": of("Whether requests are answered now", _answer("They are.", Health), unwell)},
+        "/ping": {"get": works, "post": works},
+        "/load": {"get": of("How many requests wait or run", _answer("So many.", Load), busy)},
+        "/metrics": {"get": of("Numbers for Prometheus", _answer("The numbers.", plain), bugs)},
+        "/version": {"get": of("The version", _answer("The version.", Version), bugs)},
     }
 
 
 def _administration() -> dict[str, Any]:
     """Returns the paths that need an admin key."""
 
-    def path(method: str, summary: str, answer: str, statuses: Iterable[int], **further: Any) -> dict[str, Any]:
-        content = {"application/json": _schema(answer)}
+    def path(method: str, summary: str, answer: type, statuses: Iterable[int], **further: Any) -> dict[str, Any]:
         errors = _errors((401, *statuses, 500, 503, 504))
-        operation = _operation(summary, "administration", _answer("It was done.", content), errors, **further)
-        return {method: operation | {"security": [{"admin_key": []}]}}
+        return {method: _operation(summary, "administration", _answer("It was done.", answer), errors, **further)}
 
-    pause = path("post", "Pause all engines: requests wait", "AdminStatus", (400,))
     mode = "What becomes of requests that run: `abort` (503 `paused`), or `wait` for their end."
     waiting = {"description": "As `mode=wait`.", "schema": {"type": "boolean"}}
-    pause["post"]["parameters"] = [
-        _REQUEST_ID,
+    of_pause = (
         {"name": "mode", "in": "query", "description": mode, "schema": {"enum": ["abort", "wait"], "default": "abort"}},
         {"name": "wait_for_inflight_requests", "in": "query", **waiting},
-    ]
-    abort = _body("AbortRequest", {"request_ids": ["my-request"]})
+    )
+    abort = _body(AbortRequest, {"request_ids": ["my-request"]})
     return {
-        "/pause": pause,
-        "/resume": path("post", "Go on", "AdminStatus", ()),
-        "/is_paused": path("get", "Whether all engines are paused", "PauseState", ()),
-        "/start_profile": path("post", "Profile the engines' steps", "AdminStatus", (409,)),
-        "/stop_profile": path("post", "Write the profiles to --profiler-dir", "AdminStatus", (409,)),
-        "/abort_requests": path("post", "End requests in the engines", "AbortResponse", (400, 408, 413), requestBody=abort),
+        "/pause": path("post", "Pause all engines: requests wait", AdminStatus, (400,), parameters=of_pause),
+        "/resume": path("post", "Go on", AdminStatus, ()),
+        "/is_paused": path("get", "Whether all engines are paused", PauseState, ()),
+        "/start_profile": path("post", "Profile the engines' steps", AdminStatus, (409,)),
+        "/stop_profile": path("post", "Write the profiles to --profiler-dir", AdminStatus, (409,)),
+        "/abort_requests": path("post", "End requests in the engines", AbortResponse, (400, 408, 413), requestBody=abort),
     }
 
 
 def _operation(
-    summary: str, tag: str, answer: dict[str, Any], errors: dict[str, Any], **further: dict[str, Any]
+    summary: str,
+    tag: str,
+    answer: dict[str, Any],
+    errors: dict[str, Any],
+    *,
+    parameters: Sequence[dict[str, Any]] = (),
+    **further: dict[str, Any],
 ) -> dict[str, Any]:
-    return {"summary": summary, "tags": [tag], "parameters": [_REQUEST_ID], "responses": {"200": answer} | errors, **further}
+    responses = {"200": answer} | errors
+    return {"summary": summary, "tags": [tag], "parameters": [_REQUEST_ID, *parameters], "responses": responses, **further}
 
 
-def _body(name: str, example: dict[str, Any]) -> dict[str, Any]:
-    return {"required": True, "content": {"application/json": _schema(name) | {"example": example}}}
+def _body(kind: type, example: dict[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {"application/json": _schema(kind) | {"example": example}}}
 
 
-def _schema(name: str) -> dict[str, Any]:
-    return {"schema": {"$ref": f"#/components/schemas/{name}"}}
+def _schema(kind: type) -> dict[str, Any]:
+    return {"schema": {"$ref": kind}}
 
 
-def _stream(event: str, description: str) -> dict[str, Any]:
+def _stream(event: type, description: str) -> dict[str, Any]:
     # Only OpenAPI 3.2 can describe events (itemSchema). Tools that do not know it take the schema for that of all bytes, or for
     # that of each event as an object: so it has no type.
-    return {
-        "schema": {"description": description},
-        "x-itemSchema": {"$ref": f"#/components/schemas/{event}"},
-    }
+    return {"schema": {"description": description}, "x-itemSchema": {"$ref": event}}
 
 
 # -- answers ------------------------------------------------------------------------------------------------------------
@@ -456,18 +409,25 @@ _TAKEN = {
     "X-Shmring-Slab-Bytes": _header("Bytes of tensors that crossed through the slab.", "integer", required=True),
     "X-Shmring-Copies": _header("Tensors that were copied for sending, at most.", "integer", required=True),
 }
-_HEADERS_OF_STATUS = {
-    401: {"WWW-Authenticate": _header("How to say who one is.", required=True)},
-    429: {"Retry-After": _header("Seconds to wait.", "integer", required=True)},
-    503: {"Retry-After": _header("Seconds to wait.", "integer", required=True)},
-}
+_TAKEN_IF_WHOLE = {name: header | {"required": False} for name, header in _TAKEN.items()}  # of answers that are not streamed
+_IGNORED = {name: header for name, header in _TOLD.items() if name == "X-Shmring-Ignored-Fields"}
+_WAIT = {"Retry-After": _header("Seconds to wait.", "integer", required=True)}
+_HEADERS_OF_STATUS = {401: {"WWW-Authenticate": _header("How to say who one is.", required=True)}, 429: _WAIT, 503: _WAIT}
 
 
-def _answer(description: str, content: dict[str, Any] | None = None, headers: dict[str, Any] | None = None) -> dict[str, Any]:
-    answer: dict[str, Any] = {"description": description, "headers": _NAMED | (headers or {})}
-    return answer if content is None else answer | {"content": content}
+def _answer(
+    description: str, content: type | dict[str, Any], headers: Mapping[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Returns an answer.
+
+    Args:
+        description: of it.
+        content: its type, which is JSON then; or what there is of each media type.
+        headers: beside the request's name.
+    """
+    content = content if isinstance(content, dict) else {"application/json": _schema(content)}
+    return {"description": description, "headers": _NAMED | dict(headers or {}), "content": content}
 
 
-def _errors(statuses: Iterable[int], envelope: str = "ErrorEnvelope") -> dict[str, Any]:
-    content = {"application/json": _schema(envelope)}
-    return {str(status): _answer(_ERRORS[status], content, _HEADERS_OF_STATUS.get(status)) for status in statuses}
+def _errors(statuses: Iterable[int], envelope: type = ErrorEnvelope) -> dict[str, Any]:
+    return {str(status): _answer(_ERRORS[status], envelope, _HEADERS_OF_STATUS.get(status)) for status in statuses}
