@@ -9,7 +9,7 @@ from typing import Self
 
 import shmring
 from shmring.core.loggers import logger_of
-from shmring.engine.protocol import GenerateReply
+from shmring.engine.protocol import GenerateReply, Medium, ModelDescription, Waveform, tensor_of
 from shmring.frontend.callers.key_usage import running_usage
 from shmring.frontend.http.parsing import MAX_IGNORED
 from shmring.frontend.operator.metrics import AnswerStatistics
@@ -19,6 +19,8 @@ __all__ = ["Answer", "Facts", "ignoring", "unfinished"]
 
 logger = logger_of("shmring.frontend.answer")
 
+_MAX_TOLD = 8  # media of which a header says what is missing: 2 KB, a quarter of what proxies take for all headers
+
 
 @dataclasses.dataclass(slots=True)
 class Facts:
@@ -26,22 +28,32 @@ class Facts:
 
     Attributes:
         synthetic: whether it is made up.
+        max_model_len: tokens of prompt and answer together, if the model has such a limit.
         slab_nbytes: bytes of tensors that crossed through the slab.
         shortfalls: what of the request's media was damaged or missing, for its caller.
         copies: tensors that this process copied for sending while a request with media was sent. Exact if it was alone, and
             otherwise an upper bound: the ring's client counts for all requests together.
         sound_s: how long its recordings are, in seconds.
-        max_model_len: tokens of prompt and answer together, if the model has such a limit.
         ignored: parts of the request that have no effect with this model, as its caller calls them.
     """
 
     synthetic: bool
+    max_model_len: int | None = None
     slab_nbytes: int = 0
     shortfalls: str = ""
     copies: int = 0
     sound_s: float = 0.0
-    max_model_len: int | None = None
     ignored: list[str] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, media: Sequence[Medium], description: ModelDescription) -> Facts:
+        """Returns what is known before the answer, of a request's media."""
+        slab_nbytes = sum(tensor_of(medium).nbytes for medium in media)
+        sound_s = sum(len(medium.samples) / medium.sample_rate for medium in media if isinstance(medium, Waveform))
+        texts = [f"{number} of {len(media)}: {medium.shortfall}" for number, medium in enumerate(media, 1) if medium.shortfall]
+        more = [f"and of {len(texts) - _MAX_TOLD} more"] if len(texts) > _MAX_TOLD else []
+        shortfalls = " | ".join([*texts[:_MAX_TOLD], *more])
+        return cls(description.synthetic, description.max_model_len, slab_nbytes, shortfalls, sound_s=sound_s)
 
     def headers(self, ignored: Sequence[str], *, has_costs: bool) -> dict[str, str]:
         """Returns the headers.

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import operator
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,8 +32,6 @@ from shmring.engine.protocol import (
     ModelDescription,
     SamplingParams,
     Text,
-    Waveform,
-    tensor_of,
 )
 from shmring.frontend.answer import Answer, Facts, unfinished
 from shmring.frontend.callers.admission import Admitted
@@ -52,7 +50,6 @@ _PART_CHARACTERS = 256 << 10
 _values_of = operator.attrgetter(*(name if name == "tool_choice" else f"sampling.{name}" for name in CAPABILITIES))
 _PLAIN_VALUES = _values_of(GenerateRequest())
 _PROMPTS_AT_A_TIME = 8  # of one request: with more, one caller would take the engine from others
-_MAX_TOLD = 8  # media of which a header says what is missing: 2 KB, a quarter of what proxies take for all headers
 
 
 class Words:
@@ -200,7 +197,10 @@ class Inference:
                 request.owner = caller.get()
             facts.ignored = ignored
             prompts, count = len(requests), len(requests) * requests[0].sampling.n
-            outputs = self._outputs(requests, request_id, admitted)
+            if prompts == 1:
+                outputs = self._engine.generate(requests[0], request_id=request_id, timeout=admitted.seconds_left())
+            else:
+                outputs = self._merged(requests, request_id, admitted)
             try:
                 if (first := await anext(outputs, None)) is None:
                     raise unfinished()
@@ -215,15 +215,42 @@ class Inference:
         async with asyncio.timeout_at(admitted.deadline):
             return await self._model.check(name, task)
 
-    def _outputs(
+    async def _merged(
         self, requests: Sequence[GenerateRequest], request_id: str, admitted: Admitted
     ) -> AsyncGenerator[GenerateReply, None]:
-        """Asks the engine, and yields all pieces: answers to the second prompt are numbered behind those to the first."""
+        """Yields the pieces of the answers to several prompts as they come. Answers to the second one are numbered behind those
+        to the first. The first failure of one ends all."""
+        pieces: asyncio.Queue[GenerateReply | Exception | None] = asyncio.Queue(1)
+        free = asyncio.Semaphore(_PROMPTS_AT_A_TIME)
 
-        def ask(number: int) -> AsyncGenerator[GenerateReply, None]:
-            return self._engine.generate(requests[number], request_id=request_id, timeout=_seconds_left(admitted))
+        async def answer(request: GenerateRequest, before: int) -> None:
+            try:
+                async with free:
+                    outputs = self._engine.generate(request, request_id=request_id, timeout=admitted.seconds_left())
+                    async with contextlib.aclosing(outputs):
+                        async for output in outputs:
+                            output.index += before
+                            await pieces.put(output)
+                await pieces.put(None)
+            except Exception as error:  # noqa: BLE001 - it is raised where the pieces are read
+                await pieces.put(error)
 
-        return ask(0) if len(requests) == 1 else _merged(ask, len(requests), requests[0].sampling.n)
+        answers = requests[0].sampling.n
+        tasks = [asyncio.create_task(answer(request, number * answers)) for number, request in enumerate(requests)]
+        try:
+            running = len(requests)
+            while running:
+                piece = await pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                if piece is None:
+                    running -= 1
+                else:
+                    yield piece
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def tokenize(self, generation: Generation, admitted: Admitted, request_id: str) -> tuple[GenerateReply, Facts]:
         """Returns the tokens of what an answer would go on from, its media included; of tokens, the text."""
@@ -238,7 +265,7 @@ class Inference:
             request.owner = caller.get()
             async with self._media(generation.sources, description, admitted, generation.media_param) as (media, facts):
                 request.media = media  # not a copy: it is emptied when the block is left
-                outputs = self._engine.generate(request, request_id=request_id, timeout=_seconds_left(admitted))
+                outputs = self._engine.generate(request, request_id=request_id, timeout=admitted.seconds_left())
                 async with contextlib.aclosing(outputs):
                     output = await anext(outputs, None)
         except ApiError as error:
@@ -294,7 +321,7 @@ class Inference:
         if sources:
             return self._media_in_slab(sources, description, admitted, param)
         admitted.release_turn()
-        return contextlib.nullcontext(([], Facts(description.synthetic, max_model_len=description.max_model_len)))
+        return contextlib.nullcontext(([], Facts(description.synthetic, description.max_model_len)))
 
     @contextlib.asynccontextmanager
     async def _media_in_slab(
@@ -304,62 +331,19 @@ class Inference:
             asyncio.timeout_at(admitted.deadline),
             self._intake.take(sources, description.input, admitted, param) as media,
         ):
-            slab_nbytes = sum(tensor_of(medium).nbytes for medium in media)
-            sound_s = sum(len(medium.samples) / medium.sample_rate for medium in media if isinstance(medium, Waveform))
-            facts = Facts(description.synthetic, slab_nbytes, _shortfalls_of(media), sound_s=sound_s)
-            before = self._engine.copies
+            facts, before = Facts.of(media, description), self._engine.copies
             yield media, facts
             facts.copies = self._engine.copies - before
 
     async def _encode(self, request: EncodeRequest, admitted: Admitted, request_id: str) -> tuple[torch.Tensor, int]:
         parts, prompt_tokens = [], 0
         for some in _in_parts(request):
-            answering = self._engine.encode(some, request_id=request_id, timeout=_seconds_left(admitted))
+            answering = self._engine.encode(some, request_id=request_id, timeout=admitted.seconds_left())
             async with contextlib.aclosing(answering) as outputs:
                 collected = [output async for output in outputs]
             parts += [output.embeddings for output in collected]
             prompt_tokens += collected[-1].prompt_tokens
         return torch.cat(parts), prompt_tokens
-
-
-async def _merged(
-    ask: Callable[[int], AsyncGenerator[GenerateReply, None]], prompts: int, answers: int
-) -> AsyncGenerator[GenerateReply, None]:
-    """Yields the pieces of the answers to several prompts as they come. The first failure of one ends all.
-
-    Args:
-        ask: returns the pieces of the answers to one of them.
-        prompts: how many there are.
-        answers: to each of them.
-    """
-    pieces: asyncio.Queue[GenerateReply | Exception | None] = asyncio.Queue(1)
-    free = asyncio.Semaphore(_PROMPTS_AT_A_TIME)
-
-    async def answer(number: int) -> None:
-        try:
-            async with free, contextlib.aclosing(ask(number)) as outputs:
-                async for output in outputs:
-                    output.index += number * answers
-                    await pieces.put(output)
-            await pieces.put(None)
-        except Exception as error:  # noqa: BLE001 - it is raised where the pieces are read
-            await pieces.put(error)
-
-    tasks = [asyncio.create_task(answer(number)) for number in range(prompts)]
-    try:
-        running = prompts
-        while running:
-            piece = await pieces.get()
-            if isinstance(piece, Exception):
-                raise piece
-            if piece is None:
-                running -= 1
-            else:
-                yield piece
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _check_abilities(request: GenerateRequest, description: ModelDescription, words: Words) -> None:
@@ -411,17 +395,6 @@ def check_dimensions(wanted: int | None, size: int | None) -> None:
     if wanted is not None and size is not None and wanted > size:
         message = f"dimensions is {wanted}, the model's embeddings have {size}"
         raise ApiError(ErrorCode.INVALID_VALUE, message, param="dimensions")
-
-
-def _shortfalls_of(media: Sequence[Medium]) -> str:
-    """Returns what a request's caller is told of media that are not all there, by their order; nothing if all are."""
-    texts = [f"{number} of {len(media)}: {medium.shortfall}" for number, medium in enumerate(media, 1) if medium.shortfall]
-    more = [f"and of {len(texts) - _MAX_TOLD} more"] if len(texts) > _MAX_TOLD else []
-    return " | ".join([*texts[:_MAX_TOLD], *more])
-
-
-def _seconds_left(admitted: Admitted) -> float:
-    return admitted.deadline - asyncio.get_running_loop().time()
 
 
 def _in_parts(request: EncodeRequest) -> Iterator[EncodeRequest]:

@@ -67,6 +67,10 @@ class Admitted:
         self.has_turn = False
         self._turns = turns
 
+    def seconds_left(self) -> float:
+        """Returns how long it may still take."""
+        return self.deadline - asyncio.get_running_loop().time()
+
     async def take_turn(self) -> None:
         """Waits until large media may be decoded. Does nothing if the request has its turn already.
 

@@ -45,11 +45,11 @@ class Bound:
 
 
 BOUNDS = [
-    Bound("a text, whole", "/v1/chat/completions", _chat(), 114, 44, 3),
-    Bound("a picture, streamed", "/v1/chat/completions", _chat(_PICTURE, stream=True), 144, 52, 3),
-    Bound("tools, streamed", "/v1/chat/completions", _chat(model="m", tools=[_TOOL], stream=True), 117, 45, 3),
-    Bound("Anthropic's, streamed", "/v1/messages", _chat(max_tokens=3, stream=True), 134, 47, 4),
-    Bound("a completion", "/v1/completions", {"model": "shmring-synthetic", "prompt": "Once"}, 106, 40, 3),
+    Bound("a text, whole", "/v1/chat/completions", _chat(), 114, 44, 2),
+    Bound("a picture, streamed", "/v1/chat/completions", _chat(_PICTURE, stream=True), 144, 52, 2),
+    Bound("tools, streamed", "/v1/chat/completions", _chat(model="m", tools=[_TOOL], stream=True), 117, 45, 2),
+    Bound("Anthropic's, streamed", "/v1/messages", _chat(max_tokens=3, stream=True), 134, 47, 3),
+    Bound("a completion", "/v1/completions", {"model": "shmring-synthetic", "prompt": "Once"}, 106, 40, 2),
 ]
 
 
