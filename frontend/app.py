@@ -66,6 +66,7 @@ from shmring.frontend.openai.completions import COMPLETION_FORM, COMPLETION_PARS
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER, count_inputs, encode_response, read_embedding
 from shmring.frontend.openai.forms import parse_form
 from shmring.frontend.openai.input_items import read_page
+from shmring.frontend.openai.messages import check_whole
 from shmring.frontend.openai.models import Load, ModelList, Version, models_of
 from shmring.frontend.openai.response_memory import ResponseMemory
 from shmring.frontend.openai.responses_answer import ResponsesWriter
@@ -81,7 +82,6 @@ from shmring.frontend.openai.tokens import (
     read_detokenize,
     read_tokenize,
 )
-from shmring.frontend.openai.tools import check_whole
 from shmring.frontend.operator.admin import admin_routes
 from shmring.frontend.operator.health import HealthReporter
 from shmring.frontend.operator.metrics import EngineNumbers, FrontendMetrics
@@ -409,9 +409,9 @@ class _Routes:
         account = account_of(scope)
         conversation = await self._stored.open(request, account)
         items = conversation.items_of(request)
-        translation = translated(request, conversation)
+        translation, tools = translated(request, conversation)
         del conversation
-        writer = ResponsesWriter(request, translation.tools)
+        writer = ResponsesWriter(request, tools)
         await self._stored.keep_conversation(writer.answer, items, account, admitted_of(scope).long_texts)
         del items
         writer.keep = partial(self._stored.keep_answer, writer.answer, account)

@@ -8,8 +8,6 @@ ignored fields.
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -19,9 +17,18 @@ from starlette.requests import Request
 from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.http.parsing import BodyParser, misplaced
 from shmring.frontend.inference import Generation
-from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalPart, Translation
+from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, Places, RefusalPart, Translation
 from shmring.frontend.openai.generation import TokenCount
-from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, ContentPart, ImagePart, PictureFile, Priority, TextPart
+from shmring.frontend.openai.messages import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAY_BE_LONG,
+    ContentPart,
+    ImagePart,
+    PictureFile,
+    Priority,
+    TextPart,
+)
 from shmring.frontend.openai.tools import OF_TYPE, FunctionCall, ToolCall, check_values
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
@@ -40,7 +47,8 @@ __all__ = [
 #: Of the API, as the header ``anthropic-version`` has them: those that have these answers. The last one takes fewer requests.
 VERSIONS = ("2023-06-01", "2026-10-21")
 
-_Nothing: TypeAlias = Annotated[Any, Meta(description="Means nothing here.")]
+_Nothing: TypeAlias = Annotated[Any, Meta(description="Means nothing here.", extra=MAY_BE_LONG)]
+_Long: TypeAlias = Annotated[str, Meta(extra=MAY_BE_LONG)]
 
 
 class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
@@ -54,14 +62,14 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
 class Base64Source(msgspec.Struct, tag_field="type", tag="base64"):
     """A picture's file, in base64. What it is, is read from the file itself."""
 
-    data: str
+    data: _Long
     media_type: _Nothing = None
 
 
 class UrlSource(msgspec.Struct, tag_field="type", tag="url"):
     """Where a picture is: a `data:` URL, or what the server is allowed to fetch."""
 
-    url: str
+    url: _Long
 
 
 class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
@@ -93,14 +101,14 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     """What the model wrote for itself, of an earlier answer."""
 
-    thinking: str
+    thinking: _Long
     signature: _Nothing = None
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
     """What the model wrote for itself, of an earlier answer, encrypted: nobody can read it."""
 
-    data: str
+    data: _Long
 
 
 _Block = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
@@ -209,68 +217,34 @@ _ERROR = "Error: "  # before what a tool has returned: chat templates have no ot
 MESSAGES_PARSER = BodyParser(MessagesRequest, _BLOCK_TYPES)
 COUNT_TOKENS_PARSER = BodyParser(CountTokensRequest, _BLOCK_TYPES)
 
-_OF_PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\](.*)", re.DOTALL)
-_OF_CALL = re.compile(r"messages\[(\d+)\]\.tool_calls\[(\d+)\]\.(?:function\.)?(\w+)")
-_OF_MESSAGE = re.compile(r"messages\[(\d+)\]\.(\w+)")
-_OF_TOOL = re.compile(r"(tools\[\d+\])\.function(?:\.(\w+))?(.*)", re.DOTALL)
-_OF_FORMAT = re.compile(r"response_format(\.json_schema)?")
-_FIRST = re.compile(r"\w+")
 _NAMES = {"stop": "stop_sequences", "reasoning_effort": "output_config.effort", "image_url": "source"}
 _NAMES |= {"arguments": "input", "parameters": "input_schema", "tool_call_id": "tool_use_id"}
+_FORMAT = "output_config.format"
+_PLACES = {"response_format": _FORMAT, "response_format.json_schema": _FORMAT}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-@dataclasses.dataclass
-class _Place:
-    """Where a message of the chat stands in the request.
+class _Conversation:
+    """The messages of a chat that a request becomes.
 
     Attributes:
-        message: itself: a message, or a block of one.
-        content: its content.
-        parts: of its content, if it has several.
-        calls: of tools.
+        messages: so far.
+        places: where their parts stand in the request.
+        left_out: the parts of the request that are not among them.
     """
 
-    message: str
-    content: str
-    parts: list[str] = dataclasses.field(default_factory=list)
-    calls: list[str] = dataclasses.field(default_factory=list)
+    def __init__(self) -> None:
+        self.messages: list[ChatMessageParam] = []
+        self.places = Places(_NAMES, _PLACES)
+        self.left_out: list[str] = []
+        self._path = ""  # of the last message
 
+    def take(self, request: CountTokensRequest) -> None:
+        """Takes the messages of a request, which gets empty of them: they are most of its memory.
 
-class _TranslatedMessages(Translation):
-    """The request of a chat, and where its parts stood.
-
-    Args:
-        request: gets empty of its messages, which are most of its memory.
-
-    Raises:
-        ApiError: it asks for something that is not implemented, or a block stands where it can't.
-    """
-
-    def __init__(self, request: CountTokensRequest) -> None:
-        self._left_out: list[str] = []
-        self._messages: list[ChatMessageParam] = []
-        self._places: list[_Place] = []
-        super().__init__(self._translate(request), self._left_out)
-        self._messages = []  # the chat has them
-
-    def place_of(self, param: str | None) -> str | None:
-        """Returns where in the caller's request the parameter stands that an error about the chat names."""
-        if param is None:
-            return None
-        if part := _OF_PART.fullmatch(param):
-            return f"{self._places[int(part[1])].parts[int(part[2])]}{_renamed(part[3])}"
-        if call := _OF_CALL.fullmatch(param):
-            return f"{self._places[int(call[1])].calls[int(call[2])]}.{_NAMES.get(call[3], call[3])}"
-        if message := _OF_MESSAGE.fullmatch(param):
-            place = self._places[int(message[1])]
-            return place.content if message[2] == "content" else f"{place.message}.{_NAMES.get(message[2], message[2])}"
-        if tool := _OF_TOOL.fullmatch(param):
-            return f"{tool[1]}{_renamed(f'.{tool[2]}') if tool[2] else ''}{tool[3]}"
-        return _OF_FORMAT.sub("output_config.format", _FIRST.sub(lambda name: _NAMES.get(name[0], name[0]), param, count=1))
-
-    def _translate(self, request: CountTokensRequest) -> ChatRequest:
-        check_supported(request, _UNSUPPORTED[MessagesRequest if isinstance(request, MessagesRequest) else CountTokensRequest])
+        Raises:
+            ApiError: a block stands where it can't.
+        """
         if request.system is not None:
             self._add("system", "system", "system")
             self._add_content(request.system, "system")
@@ -280,10 +254,6 @@ class _TranslatedMessages(Translation):
             raise ApiError(ErrorCode.UNSUPPORTED_VALUE, text, param=f"messages[{len(messages) - 1}].role")
         for index, message in enumerate(messages):
             self._take_message(message, f"messages[{index}]")
-        try:
-            return msgspec.convert(_made_fields(request, self._messages), ChatRequest)
-        except msgspec.ValidationError as error:
-            raise misplaced(str(error), self.place_of) from None
 
     def _take_message(self, message: Message, param: str) -> None:
         content = f"{param}.content"
@@ -299,7 +269,7 @@ class _TranslatedMessages(Translation):
                 is_open = False
                 continue
             if isinstance(block, ThinkingBlock | RedactedThinkingBlock):
-                self._left_out.append(place)
+                self.left_out.append(place)
                 continue
             if not is_open:
                 self._add(message.role, param, content)
@@ -325,31 +295,33 @@ class _TranslatedMessages(Translation):
 
     def _add(self, role: Literal["user", "assistant", "system", "tool"], place: str, content: str) -> ChatMessageParam:
         message = ChatMessageParam(role, [])
-        self._messages.append(message)
-        self._places.append(_Place(place, content))
+        self._path = f"messages[{len(self.messages)}]"
+        self.messages.append(message)
+        self.places[self._path], self.places[f"{self._path}.content"] = place, content
         return message
 
     def _add_content(self, content: str | list[TextBlock] | list[TextBlock | ImageBlock], place: str) -> None:
         """Adds content to the last message."""
         if isinstance(content, str):
-            self._messages[-1].content = content
+            self.messages[-1].content = content
             return
         for index, block in enumerate(content):
             self._add_part(block, f"{place}[{index}]")
 
     def _add_part(self, block: TextBlock | ImageBlock, place: str) -> None:
-        parts = self._messages[-1].content
+        parts = self.messages[-1].content
         assert isinstance(parts, list)
+        self.places[f"{self._path}.content[{len(parts)}]"] = place
         parts.append(_part(block))
-        self._places[-1].parts.append(place)
 
     def _add_call(self, block: ToolUseBlock, role: str, place: str) -> None:
         if role != "assistant":
             raise ApiError(ErrorCode.INVALID_VALUE, "only an assistant calls tools", param=f"{place}.type")
         check_values(block.input, f"{place}.input")
-        calls = self._messages[-1].tool_calls = self._messages[-1].tool_calls or []
+        calls = self.messages[-1].tool_calls = self.messages[-1].tool_calls or []
+        path = f"{self._path}.tool_calls[{len(calls)}]"
+        self.places[path] = self.places[f"{path}.function"] = place
         calls.append(ToolCall(block.id, FunctionCall(block.name, msgspec.json.encode(block.input).decode())))
-        self._places[-1].calls.append(place)
 
 
 def read_messages(request: CountTokensRequest) -> Generation:
@@ -358,7 +330,17 @@ def read_messages(request: CountTokensRequest) -> Generation:
     Raises:
         ApiError: it asks for something that is not implemented, or a block stands where it can't.
     """
-    return _TranslatedMessages(request).read()
+    check_supported(request, _UNSUPPORTED[MessagesRequest if isinstance(request, MessagesRequest) else CountTokensRequest])
+    conversation = _Conversation()
+    conversation.take(request)
+    places = conversation.places
+    for index in range(len(request.tools or [])):
+        places[f"tools[{index}].function"] = f"tools[{index}]"
+    try:
+        chat = msgspec.convert(_made_fields(request, conversation.messages), ChatRequest)
+    except msgspec.ValidationError as error:
+        raise misplaced(str(error), places.of) from None
+    return Translation(chat, conversation.left_out, places).read()
 
 
 def read_count_tokens(request: CountTokensRequest) -> Generation:
@@ -428,8 +410,3 @@ def _choice(choice: MessagesToolChoice) -> str | dict[str, Any]:
     if choice.name is None:
         raise ApiError(ErrorCode.INVALID_VALUE, "a tool_choice of the type tool must have a name", param="tool_choice.name")
     return {"type": "function", "function": {"name": choice.name}}
-
-
-def _renamed(path: str) -> str:
-    """Returns the rest of a path, which begins with a dot, with the names of this API."""
-    return ".".join(_NAMES.get(name, name) for name in path.split("."))

@@ -5,7 +5,8 @@ Fields that this server does not implement: :mod:`shmring.frontend.openai.unsupp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,7 +30,6 @@ from shmring.frontend.inference import Generation
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.choices import AnswerForm, Usage
 from shmring.frontend.openai.generation import (
-    MAX_CHARACTERS,
     GenerationRequest,
     GenerationWords,
     Logprobs,
@@ -41,7 +41,7 @@ from shmring.frontend.openai.messages import (
     MAX_PARTS,
     ContentPart,
     TextPart,
-    check_length,
+    check_characters,
     source_of,
 )
 from shmring.frontend.openai.tools import (
@@ -69,6 +69,7 @@ __all__ = [
     "Choice",
     "ChunkChoice",
     "Delta",
+    "Places",
     "ResponseMessage",
     "Translation",
     "describe_tokens",
@@ -201,6 +202,8 @@ class ChatCompletionChunk(msgspec.Struct):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
+_NAME = re.compile(r"\w+")
+
 #: The fields that are not implemented, each with the values that change nothing.
 _UNSUPPORTED = Unsupported(ChatRequest)
 _UNSUPPORTED_OF_MESSAGES = Unsupported(ChatMessageParam)
@@ -289,17 +292,49 @@ class ChatWords(GenerationWords):
         return super().place_of_form(message)
 
 
+class Places(dict[str, str]):
+    """Where a request in another form has what it became in a chat.
+
+    An entry is from the path of a part in the chat to that in the request. It holds for all that is in the part, but for what
+    has an entry itself.
+
+    Args:
+        names: of fields that are called otherwise there, by their names in chats.
+        places: of the parts of any such request.
+    """
+
+    def __init__(self, names: Mapping[str, str], places: Mapping[str, str]) -> None:
+        super().__init__(places)
+        self._names = names
+
+    def of(self, path: str | None) -> str | None:
+        """Returns the place of what has this path in the chat: that of the innermost part with an entry, and the rest."""
+        if path is None:
+            return None
+        part = path
+        while part and part not in self:
+            part = part[: max(part.rfind("."), part.rfind("["), 0)]
+        rest = _NAME.sub(lambda name: self._names.get(name[0], name[0]), path[len(part) :], count=1)
+        return f"{self.get(part, '')}{rest}"
+
+
 class Translation(ChatWords):
     """A request in another form that became a chat's, and its words: errors and headers name places as its caller wrote them.
 
     Args:
         chat: asks for the same.
         ignored: the first parts of the request that are not in it.
+        places: of what is.
     """
 
-    def __init__(self, chat: ChatRequest, ignored: list[str]) -> None:
+    def __init__(self, chat: ChatRequest, ignored: list[str], places: Places) -> None:
         super().__init__(chat)
         self._ignored = ignored
+        self._places = places
+
+    def place_of(self, param: str | None) -> str | None:
+        """Returns where in the caller's request the parameter stands that an error about the chat names."""
+        return self._places.of(param)
 
     def read(self) -> Generation:
         """Returns what the request asks for; empties the messages of the chat.
@@ -334,45 +369,22 @@ def engine_messages(messages: list[ChatMessageParam]) -> tuple[list[ChatMessage]
     _check_calls(messages)
     sources: list[MediaSource] = []
     in_engine = [_engine_message(message, f"messages[{index}]", sources) for index, message in enumerate(messages)]
-    _check_texts(in_engine)
+    texts = (part.text for message in in_engine for part in message.parts if isinstance(part, EngineTextPart))
+    check_characters("the messages have {} characters of text", texts, "messages")
     return in_engine, sources
 
 
 def _check_calls(messages: list[ChatMessageParam]) -> None:
     """Refuses calls of tools that take long to read: their arguments are JSON in a text, which no scan of the body sees."""
-    arguments: list[str] = []
-    characters = 0
-    for index, message in enumerate(messages):
-        if not message.tool_calls and not message.tool_call_id:
-            continue
-        param = f"messages[{index}]"
-        texts = [(f"{param}.tool_call_id", message.tool_call_id or "")]
-        for number, call in enumerate(message.tool_calls or []):
-            place = f"{param}.tool_calls[{number}]"
-            texts += [(f"{place}.id", call.id), (f"{place}.function.name", call.function.name)]
-            texts.append((f"{place}.function.arguments", call.function.arguments))
-            arguments.append(call.function.arguments)
-        for place, text in texts:
-            check_length(text, place)
-            characters += len(text)
-    if characters > MAX_CHARACTERS:
-        text = f"the calls of tools have {characters} characters, at most {MAX_CHARACTERS} are accepted"
-        raise ApiError(ErrorCode.TEXT_TOO_LONG, text, param="messages")
+    texts = [message.tool_call_id for message in messages if message.tool_call_id]
+    calls = [call for message in messages for call in message.tool_calls or []]
+    arguments = [call.function.arguments for call in calls]
+    for call in calls:
+        texts += (call.id, call.function.name)
+    check_characters("the calls of tools have {} characters", (*texts, *arguments), "messages")
     if arguments and has_too_many_values(f"[{','.join(arguments)}]".encode()):
         text = f"the arguments of calls have more than the {MAX_VALUES} values that are accepted"
         raise ApiError(ErrorCode.TOO_MANY_VALUES, text, param="messages")
-
-
-def _check_texts(messages: list[ChatMessage]) -> None:
-    characters = 0
-    for index, message in enumerate(messages):
-        for part in message.parts:
-            if isinstance(part, EngineTextPart):
-                check_length(part.text, f"messages[{index}].content")
-                characters += len(part.text)
-    if characters > MAX_CHARACTERS:
-        text = f"the messages have {characters} characters of text, at most {MAX_CHARACTERS} are accepted"
-        raise ApiError(ErrorCode.TEXT_TOO_LONG, text, param="messages")
 
 
 def _engine_message(message: ChatMessageParam, param: str, sources: list[MediaSource]) -> ChatMessage:

@@ -19,14 +19,13 @@ from shmring.frontend.inference import Generation
 from shmring.frontend.openai.choices import AnswerForm, Usage
 from shmring.frontend.openai.generation import (
     MAX_ANSWERS,
-    MAX_CHARACTERS,
     GenerationRequest,
     GenerationWords,
     Logprobs,
     Token,
     sampling_of,
 )
-from shmring.frontend.openai.messages import check_length
+from shmring.frontend.openai.messages import check_characters
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = ["COMPLETION_FORM", "COMPLETION_PARSER", "Completion", "CompletionRequest", "check_prompt", "read_completion"]
@@ -90,10 +89,8 @@ def read_completion(request: CompletionRequest) -> Generation:
     check_supported(request, _UNSUPPORTED)
     sampling = sampling_of(request, _MAX_TOKENS if request.max_tokens is None else None, request.logprobs)
     prompts, request.prompt = _prompts_of(request.prompt, sampling.n), ""
-    characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    if characters > MAX_CHARACTERS:
-        text = f"the prompts have {characters} characters, at most {MAX_CHARACTERS} are accepted"
-        raise ApiError(ErrorCode.TEXT_TOO_LONG, text, param="prompt")
+    texts = (prompt for prompt in prompts if isinstance(prompt, str))
+    check_characters("the prompts have {} characters", texts, "prompt")
     options: dict[str, Any] = {
         "add_special_tokens": request.add_special_tokens is not False,
         "sampling": sampling,
@@ -127,10 +124,7 @@ def check_prompt(prompt: str | int | Sequence[str | int | list[int]], param: str
         if not tokens:
             raise ApiError(ErrorCode.INVALID_VALUE, "the prompt is empty", param=param)
         return tokens
-    check_length(prompt, param)
-    if len(prompt) > MAX_CHARACTERS:
-        text = f"the prompt has {len(prompt)} characters, at most {MAX_CHARACTERS} are accepted"
-        raise ApiError(ErrorCode.TEXT_TOO_LONG, text, param=param)
+    check_characters("the prompt has {} characters", (prompt,), param)
     if not prompt:
         raise ApiError(ErrorCode.INVALID_VALUE, "the prompt is empty", param=param)
     return prompt

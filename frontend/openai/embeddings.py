@@ -18,7 +18,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -37,7 +37,6 @@ from shmring.frontend.openai.messages import (
     ContentPart,
     Priority,
     TextPart,
-    check_length,
     data_url_kind,
     source_of,
 )
@@ -70,6 +69,7 @@ class EmbeddingMessage(msgspec.Struct):
 class EmbeddingRequest(msgspec.Struct):
     """The body of `POST /v1/embeddings`: a model, and either `input` or `messages`."""
 
+    TAKES_URLS: ClassVar[bool] = True
     model: str
     input: Annotated[str | list[str | Token | list[Token]] | None, Meta(description=_INPUT)] = None
     messages: Annotated[
@@ -203,7 +203,6 @@ def _of_text(text: str, param: str) -> Text | MediaSource:
     kind = data_url_kind(text)
     if kind is not None:
         return MediaSource(kind, param, url=text)
-    check_length(text, param)
     return Text(text)
 
 

@@ -16,7 +16,6 @@ from shmring.frontend.openai.unsupported import only
 
 __all__ = [
     "MAX_ANSWERS",
-    "MAX_CHARACTERS",
     "GenerationRequest",
     "GenerationWords",
     "Logprobs",
@@ -25,9 +24,6 @@ __all__ = [
     "TokenCount",
     "sampling_of",
 ]
-
-#: Of all texts together: a million tokens, and a few milliseconds of the loops that they pass.
-MAX_CHARACTERS = 4 << 20
 
 _MAX_TOKENS = 2**31 - 1
 _MAX_STOP_TEXTS = 16  # four times as many as in OpenAI's API; each is searched for at every token

@@ -10,7 +10,6 @@ have it. Reasoning of earlier answers is not shown to the model again; the answe
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -19,9 +18,9 @@ from msgspec import Meta
 
 from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.http.parsing import MEANS_NOTHING, BodyParser, misplaced
-from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, RefusalPart, Translation
+from shmring.frontend.openai.chat import ChatMessageParam, ChatRequest, Places, RefusalPart, Translation
 from shmring.frontend.openai.generation import GenerationRequest, Logprobs, TokenCount
-from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, ContentPart, ImagePart, TextPart
+from shmring.frontend.openai.messages import MAX_MESSAGES, MAX_PARTS, MAY_BE_LONG, ContentPart, ImagePart, TextPart
 from shmring.frontend.openai.responses_tools import ChatTools, ResponsesTool, ResponsesToolChoice, name_in_chat
 from shmring.frontend.openai.tools import FunctionCall, ToolCall, check_values
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
@@ -33,12 +32,13 @@ __all__ = [
     "Reasoning",
     "ResponsesRequest",
     "TextConfig",
-    "TranslatedRequest",
     "is_reference",
     "translated",
 ]
 
 _MEANS_NOTHING = "Means nothing here."
+_Nothing: TypeAlias = Annotated[Any, Meta(description=_MEANS_NOTHING, extra=MAY_BE_LONG)]
+_NoText: TypeAlias = Annotated[str | None, Meta(description=_MEANS_NOTHING, extra=MAY_BE_LONG)]
 _NOTHING: Any = None
 
 
@@ -62,15 +62,15 @@ class OutputTextPart(msgspec.Struct, tag_field="type", tag="output_text"):
 class InputImagePart(msgspec.Struct, tag_field="type", tag="input_image"):
     """A picture in a message."""
 
-    image_url: str | None = None
-    detail: Annotated[str | None, Meta(description=_MEANS_NOTHING, extra={MEANS_NOTHING: ("auto",)})] = None
+    image_url: Annotated[str | None, Meta(extra=MAY_BE_LONG)] = None
+    detail: Annotated[str | None, Meta(description=_MEANS_NOTHING, extra={MEANS_NOTHING: ("auto",)} | MAY_BE_LONG)] = None
     file_id: Annotated[Any, only()] = None
 
 
 class ReasoningTextPart(msgspec.Struct, tag_field="type", tag="reasoning_text"):
     """What the model wrote for itself, in an item of the type `reasoning`."""
 
-    text: str
+    text: Annotated[str, Meta(extra=MAY_BE_LONG)]
 
 
 _Part = InputTextPart | OutputTextPart | InputImagePart | ReasoningTextPart | RefusalPart | ContentPart
@@ -88,11 +88,11 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     namespace: Annotated[str | None, Meta(description="Of a call: that of the function.")] = None
     arguments: str | None = None
     output: _Content | None = None
-    encrypted_content: Annotated[Any, Meta(description=_MEANS_NOTHING)] = None
-    summary: Annotated[Any, Meta(description=_MEANS_NOTHING)] = None
+    encrypted_content: _Nothing = None
+    summary: _Nothing = None
     id: Annotated[str | None, Meta(description="Of an `item_reference`: which item of an answer that is kept.")] = None
-    status: Annotated[str | None, Meta(description=_MEANS_NOTHING)] = None
-    phase: Annotated[str | None, Meta(description=_MEANS_NOTHING)] = None
+    status: _NoText = None
+    phase: _NoText = None
 
 
 class TextFormat(msgspec.Struct, omit_defaults=True):
@@ -187,42 +187,9 @@ _PART_TYPES = "input_text, input_image, input_audio, audio_url, video_url, outpu
 #: For bodies of requests.
 RESPONSES_PARSER = BodyParser(ResponsesRequest, _PART_TYPES)
 
-_OF_CONTENT = re.compile(r"messages\[(\d+)\]\.content(.*)", re.DOTALL)
-_OF_CALL = re.compile(r"messages\[(\d+)\]\.tool_calls\[(\d+)\]\.(?:function\.)?(\w+)")
-_OF_TOOL = re.compile(r"tools\[(\d+)\](?:\.function\b)?(.*)", re.DOTALL)
-_OF_FORMAT = re.compile(r"response_format(\.json_schema)?")
 _NAMES = {"max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "logprobs": "include"}
-_NAMES |= {"reasoning_effort": "reasoning.effort"}
-
-
-@dataclasses.dataclass
-class _Place:
-    """Where a message of the chat stands in the request: its content, and its calls."""
-
-    content: str
-    calls: list[str] = dataclasses.field(default_factory=list)
-
-
-class TranslatedRequest(Translation):
-    """The request of a chat, and where its parts stood.
-
-    Args:
-        chat, ignored: as any translation has them.
-        tools: of the chat.
-        places: of its messages.
-
-    Attributes:
-        tools: of the chat.
-    """
-
-    def __init__(self, chat: ChatRequest, ignored: list[str], tools: ChatTools, places: list[_Place]) -> None:
-        super().__init__(chat, ignored)
-        self.tools = tools
-        self._places = places
-
-    def place_of(self, param: str | None) -> str | None:
-        """Returns where in the caller's request the parameter stands that an error about the chat names."""
-        return _place_of(param, self._places, self.tools.places)
+_NAMES |= {"reasoning_effort": "reasoning.effort", "id": "call_id", "tool_call_id": "call_id"}
+_PLACES = {"messages": "input", "response_format": "text.format", "response_format.json_schema": "text.format"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,8 +216,8 @@ def is_reference(item: InputItem) -> bool:
     return item.type == "item_reference" or (is_bare and item.id is not None)
 
 
-def translated(request: ResponsesRequest, conversation: Conversation | None = None) -> TranslatedRequest:
-    """Makes the request of a chat; empties the input, which is most of the request's memory.
+def translated(request: ResponsesRequest, conversation: Conversation | None = None) -> tuple[Translation, ChatTools]:
+    """Makes the request of a chat, and its tools; empties the input, which is most of the request's memory.
 
     Args:
         request: of a caller.
@@ -261,11 +228,11 @@ def translated(request: ResponsesRequest, conversation: Conversation | None = No
     """
     check_supported(request, _UNSUPPORTED)
     messages: list[ChatMessageParam] = []
-    places: list[_Place] = []
+    places = Places(_NAMES, _PLACES)
     ignored = ["top_logprobs"] if request.top_logprobs and not request.includes_logprobs else []
     if request.instructions is not None:
         messages.append(ChatMessageParam("system", request.instructions))
-        places.append(_Place("instructions"))
+        places["messages[0]"] = places["messages[0].content"] = "instructions"
     conversation = conversation or Conversation()
     items, is_text, before = conversation.items_of(request), isinstance(request.input, str), len(conversation.before)
     request.input = ""
@@ -276,23 +243,25 @@ def translated(request: ResponsesRequest, conversation: Conversation | None = No
         elif item.type == "function_call":
             if not messages or messages[-1].role != "assistant":
                 messages.append(ChatMessageParam("assistant"))
-                places.append(_Place(param))
             name, arguments, call_id = (_text_of(item, field, param) for field in ("name", "arguments", "call_id"))
             messages[-1].tool_calls = calls = messages[-1].tool_calls or []
+            path = f"messages[{len(messages) - 1}].tool_calls[{len(calls)}]"
+            places[path] = places[f"{path}.function"] = param
             calls.append(ToolCall(call_id, FunctionCall(name_in_chat(item.namespace, name), arguments)))
-            places[-1].calls.append(param)
         else:
+            path, content = f"messages[{len(messages)}]", "output" if item.type == "function_call_output" else "content"
+            places[path], places[f"{path}.content"] = param, param if is_text or index < before else f"{param}.{content}"
             messages.append(_message(item, param))
-            content = "output" if item.type == "function_call_output" else "content"
-            places.append(_Place(param if is_text or index < before else f"{param}.{content}"))
     tools = ChatTools(request.tools or [], request.tool_choice)
+    for index, place in enumerate(tools.places):
+        places[f"tools[{index}]"] = places[f"tools[{index}].function"] = place
     try:
         chat = msgspec.convert(_made_fields(request, messages, tools), ChatRequest)
     except msgspec.ValidationError as error:
-        raise misplaced(str(error), lambda param: _place_of(param, places, tools.places)) from None
+        raise misplaced(str(error), places.of) from None
     for name in _SAME:
         setattr(chat, name, getattr(request, name))
-    return TranslatedRequest(chat, ignored, tools, places)
+    return Translation(chat, ignored, places), tools
 
 
 def _made_fields(request: ResponsesRequest, messages: list[ChatMessageParam], tools: ChatTools) -> dict[str, Any]:
@@ -354,16 +323,3 @@ def _part(part: _Part | str, param: str) -> ContentPart | RefusalPart | str:
             text = "a message has no reasoning; send it as an item of the type 'reasoning'"
             raise ApiError(ErrorCode.INVALID_VALUE, text, param=f"{param}.type")
     return part
-
-
-def _place_of(param: str | None, places: list[_Place], places_of_tools: list[str]) -> str | None:
-    if param is None:
-        return None
-    if tool := _OF_TOOL.fullmatch(param):
-        return f"{places_of_tools[int(tool[1])]}{tool[2]}"
-    if content := _OF_CONTENT.fullmatch(param):
-        return f"{places[int(content[1])].content}{content[2]}"
-    if call := _OF_CALL.fullmatch(param):
-        field = "call_id" if call[3] == "id" else call[3]
-        return f"{places[int(call[1])].calls[int(call[2])]}.{field}"
-    return "input" if param.startswith("messages") else _OF_FORMAT.sub("text.format", _NAMES.get(param, param))

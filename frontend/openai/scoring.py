@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 import torch
@@ -25,7 +25,7 @@ from shmring.frontend.http.responses import new_id
 from shmring.frontend.inference import Embedded, Encoding
 from shmring.frontend.media.sources import MediaSource
 from shmring.frontend.openai.embeddings import input_of
-from shmring.frontend.openai.messages import ContentPart, Priority
+from shmring.frontend.openai.messages import ContentPart, Priority, check_characters
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
 __all__ = [
@@ -53,6 +53,7 @@ _Inputs = _Input | list[_Input]
 class ScoringRequest(msgspec.Struct, kw_only=True):
     """What both have in common."""
 
+    TAKES_URLS: ClassVar[bool] = True
     model: str
     priority: Priority | None = None
     user: str | None = None
@@ -196,10 +197,7 @@ def read_pairs(request: ScoreRequest | RerankRequest, max_inputs: int) -> tuple[
         for index, given in enumerate(listed)
     ]
     texts = [item.text if isinstance(item, Text) and isinstance(item.text, str) else None for item in inputs[len(first) :]]
-    characters = sum(len(text) for text in texts if text is not None)
-    if characters > _MAX_CHARACTERS:
-        message = f"{names[1]} have {characters} characters, at most {_MAX_CHARACTERS} are accepted"
-        raise ApiError(ErrorCode.TEXT_TOO_LONG, message, param=names[1])
+    check_characters(f"{names[1]} have {{}} characters", filter(None, texts), names[1], _MAX_CHARACTERS)
     return Encoding(request.model, inputs, request.priority or 0, names[1]), Pairs(len(first), texts)
 
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from shmring.engine.protocol import MAX_CHOICES, MAX_FORM_CHARACTERS, StructuredOutputsParams
 from shmring.frontend.errors import ApiError, ErrorCode
-from shmring.frontend.openai.messages import check_length
+from shmring.frontend.openai.messages import check_characters
 from shmring.frontend.openai.tools import check_values
 from shmring.frontend.openai.unsupported import Unsupported, check_supported, only
 
@@ -57,6 +57,7 @@ class StructuredOutputs(msgspec.Struct):
 
 
 _UNSUPPORTED = Unsupported(StructuredOutputs)
+_SAID = "the form of the answer has {} characters"
 
 
 def structure_of(
@@ -93,9 +94,7 @@ def _structure(structured: StructuredOutputs) -> StructuredOutputsParams:
     if structured.json is not None:
         return StructuredOutputsParams(json=_schema_text(structured.json, place))
     texts = [structured.regex] if structured.regex is not None else structured.choice or []
-    for text in texts:
-        check_length(text, place)
-    _check_characters(sum(map(len, texts)), place)
+    check_characters(_SAID, texts, place, MAX_FORM_CHARACTERS)
     return StructuredOutputsParams(
         json_object=bool(structured.json_object), regex=structured.regex, choice=structured.choice or []
     )
@@ -104,11 +103,5 @@ def _structure(structured: StructuredOutputs) -> StructuredOutputsParams:
 def _schema_text(schema: dict[str, Any] | str, place: str) -> str:
     check_values(schema, place)
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    _check_characters(len(text), place)
+    check_characters(_SAID, (text,), place, MAX_FORM_CHARACTERS)
     return text
-
-
-def _check_characters(characters: int, place: str) -> None:
-    if characters > MAX_FORM_CHARACTERS:
-        text = f"the form of the answer has {characters} characters, at most {MAX_FORM_CHARACTERS} are accepted"
-        raise ApiError(ErrorCode.TEXT_TOO_LONG, text, param=place)

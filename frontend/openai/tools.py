@@ -11,7 +11,7 @@ from msgspec import Meta
 from shmring.engine.protocol import ToolCall as EngineToolCall
 from shmring.frontend.errors import ApiError, ErrorCode
 from shmring.frontend.http.responses import new_id
-from shmring.frontend.openai.messages import check_length
+from shmring.frontend.openai.messages import MAX_DEPTH
 
 __all__ = [
     "MAX_TOOLS",
@@ -25,7 +25,6 @@ __all__ = [
     "called",
     "called_now",
     "check_values",
-    "check_whole",
     "choose_tools",
     "engine_calls",
     "engine_tools",
@@ -33,12 +32,6 @@ __all__ = [
 ]
 
 MAX_TOOLS = 1024  # OpenAI's API takes 128 functions, and more in namespaces, which are functions here
-_MAX_DEPTH = 64  # of values that a template writes, which is recursive
-
-# Fields of requests in which a long text may be a file.
-_CONTENTS = frozenset(
-    ("messages", "input", "prompt", "query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2")
-)
 
 _STRICT = "Calls keep to the schema; a required call always does. Ignored, and named, if the model can't be made to."
 
@@ -173,7 +166,6 @@ def engine_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         if tool.function is None:
             text = "a tool of the type function must have a function"
             raise ApiError(ErrorCode.INVALID_VALUE, text, param=f"tools[{index}].function")
-        check_values(tool.function.description, "tools")
         check_values(tool.function.parameters, f"tools[{index}].function.parameters")
         fields = msgspec.to_builtins(tool.function)
         function = {name: field for name, field in fields.items() if field is not None and name != "strict"}
@@ -203,35 +195,17 @@ def engine_calls(calls: Sequence[ToolCall], param: str) -> list[EngineToolCall]:
 
 
 def check_values(value: Any, param: str, depth: int = 0) -> None:
-    """Refuses values that are nested too deeply, numbers of more than 64 bits, and texts that were cut out of their body.
+    """Refuses values that are nested too deeply, and numbers of more than 64 bits.
 
     Raises:
         ApiError: they are.
     """
-    if depth > _MAX_DEPTH:
-        raise ApiError(ErrorCode.INVALID_VALUE, f"more than {_MAX_DEPTH} values in one another", param=param)
+    if depth > MAX_DEPTH:
+        raise ApiError(ErrorCode.INVALID_VALUE, f"more than {MAX_DEPTH} values in one another", param=param)
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise ApiError(ErrorCode.INVALID_VALUE, "a number has more than 64 bits", param=param)
-    if isinstance(value, str):
-        check_length(value, param)
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            check_length(name, param)
-            check_values(item, param, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            check_values(item, param, depth + 1)
-
-
-def check_whole(request: msgspec.Struct) -> None:
-    """Refuses a request of whose options a long text was cut out; its contents are checked where they are used.
-
-    Raises:
-        ApiError: it was.
-    """
-    for name in request.__struct_fields__:
-        if name not in _CONTENTS:
-            check_values(msgspec.to_builtins(getattr(request, name), str_keys=True), name)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        check_values(item, param, depth + 1)
 
 
 def called(calls: Sequence[EngineToolCall]) -> list[ToolCall]:

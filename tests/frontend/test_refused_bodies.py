@@ -299,20 +299,20 @@ OF_RESPONSES: list[Any] = [
     # long texts, which are files nowhere here
     *((item(USER, MADE | {name: LONG}), f"input[1].{name}", "text_too_long") for name in ("call_id", "name", "arguments")),
     *(
-        (fields, next(reversed(fields)), "text_too_long")
-        for fields in (
-            {"metadata": {"a": LONG}},
-            {"stop": LONG},
-            {"stop": ["x", LONG]},
-            {"user": LONG},
-            {"instructions": LONG},
-            {"model": LONG},
-            {"reasoning": {"effort": LONG}},
-            {"tools": [FUNCTION | {"description": LONG}]},
-            {"tools": [FUNCTION | {"parameters": {LONG: 1}}]},
-            form_of(name=LONG, schema={}),
-            {"chat_template_kwargs": {"x": [LONG]}},
-            {"logit_bias": {"1": 2}, "user": LONG},
+        (fields, place, "text_too_long")
+        for fields, place in (
+            ({"metadata": {"a": LONG}}, "metadata"),
+            ({"stop": LONG}, "stop"),
+            ({"stop": ["x", LONG]}, "stop[1]"),
+            ({"user": LONG}, "user"),
+            ({"instructions": LONG}, "instructions"),
+            ({"model": LONG}, "model"),
+            ({"reasoning": {"effort": LONG}}, "reasoning.effort"),
+            ({"tools": [FUNCTION | {"description": LONG}]}, "tools[0].description"),
+            ({"tools": [FUNCTION | {"parameters": {LONG: 1}}]}, "tools[0].parameters"),
+            (form_of(name=LONG, schema={}), "text.format.name"),
+            ({"chat_template_kwargs": {"x": [LONG]}}, "chat_template_kwargs"),
+            ({"logit_bias": {"1": 2}, "user": LONG}, "user"),
         )
     ),
 ]
@@ -369,10 +369,10 @@ OF_MESSAGES: list[Any] = [
             (parts(RESULT | {"tool_use_id": LONG}), f"{FIRST}.tool_use_id"),
             (parts(RESULT | {"content": LONG}), f"{FIRST}.content"),
             (parts(RESULT | {"content": LONG, "is_error": True}), f"{FIRST}.content"),
-            (parts({"type": "text", "text": LONG}), "messages[0].content"),
+            (parts({"type": "text", "text": LONG}), f"{FIRST}.text"),
             ({"system": LONG}, "system"),
-            ({"stop_sequences": [LONG]}, "stop_sequences"),
-            ({"tools": [TOOL | {"description": LONG}]}, "tools"),
+            ({"stop_sequences": [LONG]}, "stop_sequences[0]"),
+            ({"tools": [TOOL | {"description": LONG}]}, "tools[0].description"),
         )
     ),
 ]
