@@ -77,8 +77,8 @@ def test_chats_are_requests_and_so_are_those_beside_them(attack: Any) -> None:
     assert read_chat(CHAT_PARSER.parse(attack.small)).requests
 
 
-@for_each(("hangs_up", "chunked"), [(False, False), (True, False), (False, True)])
-async def test_the_heavy_caller_counts_what_it_is_answered(hangs_up: bool, chunked: bool) -> None:
+@for_each(("hangs_up_after_s", "chunked"), [(None, False), (0.0, False), (None, True)])
+async def test_the_heavy_caller_counts_what_it_is_answered(hangs_up_after_s: float | None, chunked: bool) -> None:
     got: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -99,9 +99,9 @@ async def test_the_heavy_caller_counts_what_it_is_answered(hangs_up: bool, chunk
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         body = b"x" * (600 if chunked else 600_000)
-        posted = heavy._Heavy(f"{host}:{port}", "/v1/path", "heavy", body, hangs_up, chunked)
+        posted = heavy._Heavy(f"{host}:{port}", "/v1/path", "heavy", body, hangs_up_after_s, chunked)
         status = await heavy._post(posted)
-        assert status == ("hung up" if hangs_up else "413")
+        assert status == ("413" if hangs_up_after_s is None else "hung up")
         while not got:
             await asyncio.sleep(0)
     assert got == [body]
