@@ -49,6 +49,7 @@ def write_model(directory: Path) -> None:
     """Writes a Llama of two layers, with a byte-level tokenizer that knows 150,000 pieces of words."""
     import tokenizers
     import transformers
+    from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
     letters = string.ascii_lowercase
     pieces = itertools.chain.from_iterable(map("".join, itertools.product(letters, repeat=length)) for length in (2, 3, 4))
@@ -65,7 +66,7 @@ def write_model(directory: Path) -> None:
     fast.save_pretrained(directory)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        config = transformers.LlamaConfig(
+        config = LlamaConfig(
             vocab_size=len(fast),
             hidden_size=32,
             intermediate_size=48,
@@ -77,7 +78,7 @@ def write_model(directory: Path) -> None:
             bos_token_id=None,
             pad_token_id=fast.eos_token_id,
         )
-        transformers.LlamaForCausalLM(config).save_pretrained(directory)
+        LlamaForCausalLM(config).save_pretrained(directory)
 
 
 def _chat(max_tokens: int = 200, **fields: Any) -> bytes:

@@ -51,7 +51,7 @@ def main(directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def make_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.Qwen2VLConfig:
+def make_config(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.PretrainedConfig:
     def number(text: str) -> int:
         token: int = tokenizer.convert_tokens_to_ids(text)
         return token
