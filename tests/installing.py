@@ -34,6 +34,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 _PIP = [sys.executable, "-m", "pip", "install", "--verbose", "--progress-bar=off", "--disable-pip-version-check"]
 _PIP += ["--no-compile"]  # bytecode is made when a module is first imported, which most of torch's never are: half of the time
+# What tests import of thousands of modules. Their bytecode is made while the core compiles, which leaves a core idle: else each
+# worker of the first run makes it for itself, all at the same time.
+_IMPORTED = [sys.executable, "-c", "import anthropic, openai, torch, transformers.generation.utils"]
 _HERE = ["--no-deps", "--no-build-isolation", "--editable", "."]
 _COMPILE = [sys.executable, "setup.py", "build_ext", "--inplace"]
 _COMPILERS = ("gcc", "clang", "cc")
@@ -219,8 +222,10 @@ def main(extra: str) -> int:
                 print("  It did not come. Install gcc or clang (Debian: apt install gcc python3-dev).")
             return status
         print("  2 of 2: packages, and meanwhile the core ...", flush=True)
-        build = [[*_COMPILE], [*pip, *_HERE]] if extra == "test" else [[*pip, *_HERE]]
-        return install([[[*pip, *requirements(extra)]], build], progress)
+        packages, build = [[*pip, *requirements(extra)]], [[*pip, *_HERE]]
+        if extra == "test":
+            packages, build = [*packages, _IMPORTED], [_COMPILE, *build]
+        return install([packages, build], progress)
 
 
 if __name__ == "__main__":
