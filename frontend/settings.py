@@ -168,7 +168,7 @@ class FrontendSettings:
             The engine takes 1024 from one frontend (``RingConfig.max_inflight``).
         max_concurrent_media: Requests with large media files that a frontend decodes at a time.
 
-            Such a file is in memory twice until it is decoded.
+            Those of more than 256 KiB. Such a file is in memory twice until it is decoded.
         max_queued_requests: Requests that may wait for either, in a frontend, before 503.
 
             Each costs a connection, up to 320 KB of body, and its part of ``max_bodies_nbytes``.
