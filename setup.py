@@ -33,6 +33,7 @@ DIRECTIVES = {
     "cdivision": True,
     "initializedcheck": False,
     "annotation_typing": False,
+    "auto_pickle": False,
 }
 
 CFLAGS = "-O3 -fwrapv -DNDEBUG -Wall"

@@ -420,7 +420,8 @@ cdef class BaseSlot:
             return self._other_tensor(items, dtype)
         region = self._region if self._lent_region is None else self._lent_region.lent()
         made = end._maker.view(region, offset, ndim, extents, known[0], known[1])
-        end.held.remember(self._address, made)
+        if self._lent_region is not None:
+            end.held.remember(self._address, made)
         return made
 
     def _other_tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype) -> torch.Tensor:

@@ -460,7 +460,7 @@ cdef class Packer:
         cdef int64_t stride = 1, step
         cdef bint is_plain = True
         cdef uint64_t address
-        cdef bint is_on_host, is_ours
+        cdef bint is_on_host
         cdef int i
         try:
             self._table.dltensor_from_py_object(<void*>tensor, described)
@@ -468,9 +468,10 @@ cdef class Packer:
             return None
         address = <uint64_t>described.data + described.byte_offset
         is_on_host = described.device.device_type == ON_CPU
-        is_ours = self._held is not None and self._held.has_made(tensor, address)
-        if not (is_on_host or is_ours) or described.dtype.lanes != 1 or described.dtype.code >= 16 \
-                or described.dtype.bits > 128 or described.ndim > MAX_DIMENSIONS:
+        if not is_on_host and (self._held is None or not self._held.has_made(tensor, address)):
+            return None
+        if described.dtype.lanes != 1 or described.dtype.code >= 16 or described.dtype.bits > 128 \
+                or described.ndim > MAX_DIMENSIONS:
             return None
         part = Part.__new__(Part)
         part.dtype = _NUMBERS[described.dtype.code][described.dtype.bits >> 3]

@@ -354,7 +354,7 @@ cdef class Poller:
         give_way: lets other processes run, instead of a yield: for tests.
 
     Attributes:
-        home: of the ends that it gives turns.
+        home: the process and the loop in which the ends that it gives turns may be used; it refuses what is called elsewhere.
         is_due: whether there will be a turn in the loop's next one.
         turns: how many there were.
         records: that links have delivered. It starts again when it has been looked at.
@@ -374,7 +374,7 @@ cdef class Poller:
     cdef LinkReader _last
     cdef uint32_t _awake_count
     cdef bint _found_nothing   # in its last turn
-    cdef bint _others_ran      # the time of the last yield
+    cdef bint _others_ran      # during the last yield
     cdef object __weakref__
 
     def __init__(
@@ -489,11 +489,12 @@ cdef class Poller:
         seconds = self.now() - now
         self._others_ran = seconds > _SWITCH_S
         if seconds > _YIELD_S:
-            self._has_lost(seconds, now + seconds)
+            self._add_lost(seconds, now + seconds)
         return 0
 
-    cdef int _has_lost(self, double seconds, double now) except -1:
-        """Other processes had the core for long."""
+    cdef int _add_lost(self, double seconds, double now) except -1:
+        """A yield took long, since others had the core. If such yields take more than waking would, links sleep at once for a
+        while."""
         self._lost_s += seconds
         if self._lost_s > _LOST_S or self.records > _LOST_RECORDS:
             if self._lost_s > self.records * _WAKE_S:

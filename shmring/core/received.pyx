@@ -45,8 +45,8 @@ cdef bint pause_collector(uint64_t value_count) noexcept:
 
     It would go through all objects of the process several times, although no decoded value is garbage yet: 60,000 empty arrays
     took 8 ms instead of 2, a million 720 instead of 45. It is paused for as long as one payload takes. Other threads seldom run
-    then (only where a caller's own code converts values), and lose nothing if they do: if two threads pause it, it is enabled
-    again early; and if a thread disables it just then, it is enabled.
+    then (only where a caller's own code converts values), and lose little if they do: if two threads pause it, it is enabled
+    again early; and if a thread disables it meanwhile, that is undone.
     """
     return value_count > _PAUSING_COUNT and PyGC_Disable()
 
@@ -76,7 +76,7 @@ cdef class ContentRegions:
     cdef readonly uint64_t client_id
     cdef Regions _regions
     cdef Mapping _mapping
-    cdef Lent** _slots       # by number; NULL: no view was made yet
+    cdef Lent** _slots       # by number, less one; NULL: no view was made yet, or it was left
     cdef Lent* _few[2]
     cdef bint is_copied_out  # its views show copies of the slots, which may be given back at once
     cdef Owner* owner        # kept by its views, which the regions then do not count; NULL: the regions count the views
@@ -118,8 +118,6 @@ cdef class ContentRegions:
 
     def memory(self, number: int) -> RegionBytes:
         """Returns the bytes of a region as a buffer that counts as a view. ``number``: as in ``TensorRef``."""
-        if number and number == self.content.slot_count and self.content.is_copied_to_slot:
-            number = 0
         return lend_bytes(self.region(number))
 
     cdef bint is_viewed(self, uint32_t slot) noexcept:

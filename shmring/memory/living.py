@@ -122,12 +122,12 @@ def _address(view: object) -> int | None:
 
 
 def _place() -> str:
-    """Says where this happens in the user's code: what runs the loop is not meant."""
+    """Says where in the user's code memory is left just now: what runs the loop is not meant."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(_ASYNCIO):
         if not frame.f_code.co_filename.startswith(_OURS):
             return f"at {_where(frame)}"
-        if "handler" in frame.f_locals:
+        if "handler" in frame.f_locals:  # of what calls a user's handler, and leaves its claim afterwards
             return f"when {_function(frame.f_locals['handler'])} had ended"
         frame = frame.f_back
     return "by no code of yours: a finaliser, or another thread"

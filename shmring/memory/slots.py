@@ -115,8 +115,8 @@ class Slots:
     def _leases_left(self, lease_ids: Collection[int]) -> None:
         """These leases are about to go back."""
 
-    def _expects_expiry(self, is_planned: bool) -> None:
-        """Sets whether there is a timer for leases that have been empty for long."""
+    def _expiry_planned(self, is_planned: bool) -> None:
+        """There is a timer now for leases that have been empty for long; or none any more."""
 
     # -- acquiring -------------------------------------------------------------------------------------------------------
 
@@ -202,11 +202,11 @@ class Slots:
     def _plan_expiry(self) -> None:
         if self._expiry is None and (when := self.book.next_expiry()) is not None:
             self._expiry = self._loop.call_at(when, self._expire)
-            self._expects_expiry(True)
+            self._expiry_planned(True)
 
     def _expire(self) -> None:
         self._expiry = None
-        self._expects_expiry(False)
+        self._expiry_planned(False)
         self.carry_out(self.book.expire(self._loop.time()))
 
     # -- what the engine says ------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class HostSlots(Slots):
         book = self.book
         return {"leases": len(book.leases), "leased_nbytes": book.leased_nbytes, "free_nbytes": book.free_nbytes}
 
-    def _expects_expiry(self, is_planned: bool) -> None:
+    def _expiry_planned(self, is_planned: bool) -> None:
         self._owner.end.expects_expiry = is_planned
 
     def left_viewed(self, record: ClientSlotRecord) -> None:
