@@ -25,7 +25,8 @@ sys.path.append(str(Path.cwd()))  # pip builds without it
 
 from core_interface import DECLARATIONS, MAIN, STUB, declarations, stub, write
 
-#: No check that the core's code has made needless: every index there is bounded where it is taken from a peer.
+#: No check that the core's code has made needless: every index there is bounded where it is taken from a peer. And no code for
+#: pickling, which nothing of it can be: that was an eighth of the C.
 DIRECTIVES = {
     "language_level": "3",
     "boundscheck": False,
