@@ -152,7 +152,7 @@ class CallersLoop(LoopRunner):
             self._opening.raise_error()
 
     def _make_end(self) -> None:
-        self._opening.on_end.append(self._has_answered)
+        self._opening.on_end.append(self._wake_waiting)
         self._life = self._context.run(self._loop.create_task, self._live())
         self._see_through(self._opening)
 
@@ -175,7 +175,7 @@ class CallersLoop(LoopRunner):
         """Runs the loop until the end is closed; then the loop is closed, too."""
         if self._ending is None:
             self._ending = LoopCall(self._finish, (), keep)
-            self._ending.on_end.append(self._has_answered)
+            self._ending.on_end.append(self._wake_waiting)
             self._ending.begin()
         self._see_through(self._ending)
         if self._is_over:
@@ -228,7 +228,7 @@ class CallersLoop(LoopRunner):
         self._do(self._turn)
 
     def _carry_through(self, call: LoopCall) -> None:
-        call.on_end.append(self._has_answered)
+        call.on_end.append(self._wake_waiting)
         try:
             self._do(self._begin_and_see_through, call)
         finally:
@@ -308,7 +308,7 @@ class CallersLoop(LoopRunner):
 
     # -- running the loop --------------------------------------------------------------------------------------------
 
-    def _has_answered(self) -> None:
+    def _wake_waiting(self) -> None:
         """A call was answered, or given up: each waiting thread checks whether it was its own."""
         self._loop.stop()
         self._changed.notify_all()

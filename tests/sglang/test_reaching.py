@@ -158,7 +158,7 @@ async def test_of_two_servers_in_a_process_each_request_goes_to_its_own(monkeypa
 
     managers = [Manager(), Manager()]
     for manager, instance in zip(managers, ("first", "second"), strict=True):
-        servers.is_made(manager, SimpleNamespace(instance_id=instance))
+        servers.note_made(manager, SimpleNamespace(instance_id=instance))
     assert servers.sender() is None
     made = await asyncio.gather(*(manager.generate() for manager in managers * 2))
     assert made == ["test-first-0", "test-second-0"] * 2

@@ -90,7 +90,7 @@ def switch_on() -> None:
     register(f"{MODULES['features']}.wrap_shm_features", before_sending, types.BEFORE)
     register(f"{MODULES['receivers']}.SchedulerRequestReceiver.__init__", before_receiving, types.BEFORE)
     register(f"{MODULES['channels']}.SchedulerIpcChannels.create", before_opening, types.BEFORE)
-    register(f"{MODULES['managers']}.TokenizerManager.init_ipc_channels", servers.is_made, types.BEFORE)
+    register(f"{MODULES['managers']}.TokenizerManager.init_ipc_channels", servers.note_made, types.BEFORE)
     register(f"{MODULES['managers']}.TokenizerManager._send_one_request", servers.sends, types.BEFORE)
     register(f"{MODULES['tokenizers']}.write_data_for_multi_tokenizer", before_telling, types.BEFORE)
 
@@ -110,7 +110,7 @@ class _Servers:
         self._senders: weakref.WeakKeyDictionary[Any, Sender] = weakref.WeakKeyDictionary()
         self._sending: contextvars.ContextVar[Any] = contextvars.ContextVar("shmring sending")
 
-    def is_made(self, manager: Any, port_args: Any) -> None:
+    def note_made(self, manager: Any, port_args: Any) -> None:
         """A tokenizer is being made."""
         self._instances[manager] = port_args.instance_id
 
