@@ -292,7 +292,7 @@ class Engines:
             return self.given(engine)
         if self.only is not None:
             return self.only
-        self.home.check_open()  # a single engine's attachment asks itself
+        self.home.check_open()  # an attachment, which was returned above, checks it when it is used
         if key is not None:
             attached = [name for name, _ in self._reached()]
             return self.attachments[self._router.choose_for(key, attached)] if attached else None

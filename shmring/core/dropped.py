@@ -17,7 +17,10 @@ DROPPED_S = 0.1  # that moment
 
 
 def give_back_soon(loop: Any, give_back: Callable[[], object]) -> None:
-    """Gives back an object that was dropped, on any thread: in its event loop, unless a finaliser does that before."""
+    """An object was dropped, on whatever thread: has its loop call ``give_back`` in a moment.
+
+    A finaliser may give it back before. So ``give_back`` does nothing a second time.
+    """
     with contextlib.suppress(RuntimeError):  # the loop is closed: its memory is not reused any more
         loop.call_soon_threadsafe(loop.call_later, DROPPED_S, give_back)
 

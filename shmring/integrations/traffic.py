@@ -83,7 +83,7 @@ def engine_gauges() -> dict[str, Any]:
     """The gauges of an engine core's end, by the names that its ``report`` has; each has the label ``engine``.
 
     The processes of several API servers each ask their engine cores, so the latest answer counts. (Their names do not begin
-    with ``vllm``: vLLM removes such of others.)
+    with ``vllm``: vLLM unregisters all metrics with such a name, whosever they are.)
     """
     from prometheus_client import Gauge
 

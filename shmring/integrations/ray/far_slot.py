@@ -32,12 +32,12 @@ class FarSlot:
         self._closed = False
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Returns an uninitialised tensor in the slot."""
+        """Returns a new, uninitialised tensor, whose bytes count as the slot's: it has no memory of its own."""
         shape = self._take(shape, dtype.itemsize)
         return torch.empty(shape, dtype=dtype)
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Returns an uninitialised numpy array in the slot."""
+        """Returns a new, uninitialised numpy array, whose bytes count as the slot's."""
         shape = self._take(shape, np.dtype(dtype).itemsize)
         return np.empty(shape, dtype)
 

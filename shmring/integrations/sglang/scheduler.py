@@ -64,7 +64,7 @@ class Owner:
         self._ring = threads.serve(
             settings.ring_name(place),
             config,
-            calls={"report": self._report_in_loop},
+            calls={"report": self._answer_report},
             untaken_s=_UNTAKEN_S,
             served_by="both",  # no message wakes or waits for a thread; tokenizers are served while the scheduler computes
         )
@@ -131,7 +131,7 @@ class Owner:
             "ranks": len(self._ring.ranks),
         }
 
-    async def _report_in_loop(self) -> dict[str, Any]:
+    async def _answer_report(self) -> dict[str, Any]:
         return await asyncio.get_running_loop().run_in_executor(self._reporting, self.report)  # which waits for this loop
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class EngineRing:
         serve = functools.partial(
             threads.serve,
             self.name,
-            calls={"report": self._report_in_loop},
+            calls={"report": self._answer_report},
             untaken_s=_UNTAKEN_S,
             served_by=served_by,
         )
@@ -123,7 +123,7 @@ class EngineRing:
             ring, self._ring = self._ring, None
             ring.close()
 
-    async def _report_in_loop(self) -> dict[str, Any]:
+    async def _answer_report(self) -> dict[str, Any]:
         assert self.receiver is not None, "API servers connect once it is there"
-        # On a thread of its own: it asks this loop, and what this loop does by itself may be done by a caller's thread.
+        # The report waits for this loop. The executor of a loop that callers run is the caller's own thread, which runs it.
         return await asyncio.get_running_loop().run_in_executor(self._reporting, self.receiver.report)
