@@ -93,6 +93,7 @@ Each but the last stores with `--json bench/results/NAME.json`; `make bench-all`
 
 #: Tables and groups of rows that the pages do not show, by result: what stands in their titles, or in their first cells.
 _LEFT_TO_THE_FILE = {
+    "isolation": ("how long a small request takes",),
     "fan-out": ("to 2 workers", "to 8 workers"),
     "ray": (", 1 in flight",),
     "request": ("64 in flight", "1 in flight of each of 4 clients"),
