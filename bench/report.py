@@ -93,13 +93,13 @@ Each but the last stores with `--json bench/results/NAME.json`; `make bench-all`
 
 #: Tables and groups of rows that the pages do not show, by result: what stands in their titles, or in their first cells.
 _LEFT_TO_THE_FILE = {
-    "isolation": ("how long a small request takes",),
     "fan-out": ("to 2 workers", "to 8 workers"),
-    "ray": (", 1 in flight",),
-    "request": ("64 in flight", "1 in flight of each of 4 clients"),
-    "soak": ("soak: ",),
+    "isolation": ("how long a small request takes",),
+    "ray": ("1 in flight",),
+    "request": ("64 in flight", "of each of 4 clients"),
+    "soak": ("soak",),
     "transport-producers": ("1 producer, 16 in flight",),
-    "vllm-new": ("API server",),
+    "vllm-new": ("1 API server", "2 API servers"),
 }
 
 #: Of modes, where a capital letter does not make them.
@@ -272,7 +272,8 @@ def _section(mode: str, results: _Results, machines: _Machines) -> Iterator[str]
         notes = [" ".join(new) for note in findings.notes if (new := [each for each in _sentences(note) if each not in said])]
         said.update(itertools.chain(*map(_sentences, findings.notes)))
         if left:
-            notes.append(f"Also in `bench/results/{name}.json`: {'; '.join(dict.fromkeys(left))}.")
+            shown = ", ".join(f'"{words}"' for words in dict.fromkeys(left))
+            notes.append(f"Not shown, but in `bench/results/{name}.json`: {shown}.")
         if notes:
             yield "\n".join(f"- {note}" for note in notes) + "\n"
         if findings.coverage is None:
@@ -283,13 +284,13 @@ def _section(mode: str, results: _Results, machines: _Machines) -> Iterator[str]
 
 
 def _shown(table: Table, words: Sequence[str], left: list[str]) -> Table | None:
-    """Returns what a page shows of a table, and adds what it does not show to ``left``."""
-    if any(each in table.title for each in words):
-        left.append(table.title)
+    """Returns what a page shows of a table, and adds the words for what it does not show to ``left``."""
+    if there := [each for each in words if each in table.title]:
+        left += there
         return None
-    rows = [row for row in table.rows if not (table.grouped and any(each in str(row[0]) for each in words))]
-    left += [f"rows of {row[0]}" for row in table.rows if row not in rows]
-    return msgspec.structs.replace(table, rows=rows)
+    of_rows = [each for each in words if table.grouped and any(each in str(row[0]) for row in table.rows)]
+    left += of_rows
+    return msgspec.structs.replace(table, rows=[row for row in table.rows if not any(each in str(row[0]) for each in of_rows)])
 
 
 def _sentences(note: str) -> list[str]:

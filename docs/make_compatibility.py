@@ -24,7 +24,6 @@ from shmring.frontend.openai.scoring import RerankRequest, ScoreRequest
 from shmring.frontend.openai.speech import TranscriptionRequest, TranslationRequest
 from shmring.frontend.openai.tokens import DetokenizeRequest, TokenizeRequest
 from shmring.frontend.openai.unsupported import Unsupported
-from shmring.service.vllm_options import ADVICE, OF_ITS_ENGINE
 
 PAGE = Path(__file__).with_name("compatibility.md")
 
@@ -140,9 +139,10 @@ class Fields(msgspec.Struct, frozen=True):
     beside: Mapping[str, Mapping[str, Any]] = {}
 
 
-_OF_THE_ENGINE = f"""\
-Dashes and underscores in options are the same. These are for vLLM's engine, and are refused with a word on
-`--executor-options`, which has what the executor takes: {", ".join(f"`--{name}`" for name in sorted(OF_ITS_ENGINE))}.
+_OTHER_OPTIONS = """\
+Dashes and underscores in options are the same. Other options of `vllm serve` 0.32 are refused by an error that says what does
+the same here, or why it is needless; those of vLLM's engine with a word on `--executor-options`, which has what the executor
+takes.
 """
 
 MODEL = "a model"
@@ -646,8 +646,7 @@ def make_page() -> str:
     missing = [(f"`{route}`", "not there", note) for route, note in MISSING_ROUTES.items()]
     sections = [f"{by_hand}## Routes\n\n{_table('route', here + missing)}"]
     there = [(f"`{option}`", "works", note) for option, note in sorted(OPTIONS.items())]
-    advice = [(f"`--{name}`", "refused", "the error says what does the same, or why it is needless") for name in sorted(ADVICE)]
-    sections.append(f"## Options of `vllm serve`\n\n{_table('option', there + advice)}\n{_OF_THE_ENGINE}")
+    sections.append(f"## Options of `vllm serve`\n\n{_table('option', there)}\n{_OTHER_OPTIONS}")
     rows = {route: _rows(fields) for route, fields in FIELDS.items()}
     for route in FIELDS:
         other = _LIKE.get(route)

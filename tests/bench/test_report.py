@@ -149,9 +149,9 @@ def test_what_is_left_to_the_file_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     rows = [["4 KB", "a"], ["8 MB", "a"], ["8 MB", "b"]]
     tables = [Table(f"{count} in flight", ["case", "of"], rows, grouped=True) for count in (16, 64)]
     made = report.pages({"cost": findings_of("cost", tables=tables)}, BUDGET)["benchmarks.md"]
-    assert "16 in flight:\n\n| case | of |\n|---|---:|\n| 4 KB | a |\n\n- Also in" in made
+    assert "16 in flight:\n\n| case | of |\n|---|---:|\n| 4 KB | a |\n\n- Not shown" in made
     assert "64 in flight:" not in made
-    assert "- Also in `bench/results/cost.json`: rows of 8 MB; 64 in flight." in made
+    assert '- Not shown, but in `bench/results/cost.json`: "8 MB", "64 in flight".' in made
 
 
 def test_a_miss_says_where_and_which_decision_explains_it() -> None:
