@@ -166,9 +166,9 @@ class FrontendSettings:
         max_concurrent_requests: Requests that a frontend has in flight, streams included; others wait in their sockets.
 
             The engine takes 1024 from one frontend (``RingConfig.max_inflight``).
-        max_concurrent_media: Requests with large media files that a frontend decodes at a time.
+        max_concurrent_media: Requests with media files of more than 256 KiB that a frontend decodes at a time.
 
-            Those of more than 256 KiB. Such a file is in memory twice until it is decoded.
+            Such a file is in memory twice until it is decoded.
         max_queued_requests: Requests that may wait for either, in a frontend, before 503.
 
             Each costs a connection, up to 320 KB of body, and its part of ``max_bodies_nbytes``.
