@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+
 from bench import columns
 from bench.children import BenchError
 from bench.columns import Column, Row, compare
@@ -33,6 +35,7 @@ from bench.command_line import benchmark
 from bench.isolation import chats
 from bench.isolation.attacks import CHATS, EMBEDDING_ATTACKS, EMBEDDINGS, MODEL, Attack
 from bench.isolation.chats import CHAT_ATTACKS
+from bench.isolation.heavy import Heavy
 from bench.plan import Plan, Runs, Timing
 from bench.repetitions import Measured, percentile
 from bench.results import Table, Verdict, format_nbytes
@@ -89,9 +92,8 @@ def _beside_neutral(address: str, attack: Attack, seconds: float) -> Waits:
 
 
 def _beside_heavy(address: str, attack: Attack, body: Path, seconds: float) -> Waits:
-    arguments = [sys.executable, "-m", "bench.isolation.heavy", address, attack.path, _HEAVY_KEY, str(attack.connections)]
-    arguments += [] if attack.hangs_up_after_s is None else [f"--hang-up-after={attack.hangs_up_after_s}"]
-    arguments += ["--chunked"] * attack.chunked
+    posted = Heavy(address, attack.path, _HEAVY_KEY, attack.connections, attack.hangs_up_after_s, attack.chunked)
+    arguments = [sys.executable, "-m", Heavy.__module__, msgspec.json.encode(posted).decode()]
     with body.open("rb") as file, Process.start(arguments, stdin=file, stdout=subprocess.PIPE, text=True) as heavy:
         if not heavy.line():
             raise BenchError("the heavy caller did not start")

@@ -1,12 +1,11 @@
-"""The heavy caller, as a process of its own: ``python -m bench.isolation.heavy ADDRESS PATH KEY CONNECTIONS < body``.
+"""The heavy caller, as a process of its own: ``python -m bench.isolation.heavy HEAVY < body``, with a :class:`Heavy` as JSON.
 
-It posts the body again and again on so many connections until it is ended, and reads the answers, or hangs up. It says on
+It posts the body again and again on its connections until it is ended, and reads the answers, or hangs up. It says on
 stdout that it is under way; and on SIGTERM, as JSON, how many answers of each status it got.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import collections
 import itertools
@@ -14,7 +13,8 @@ import json
 import os
 import signal
 import sys
-from typing import NamedTuple
+
+import msgspec
 
 from bench.isolation.attacks import NUMBER
 
@@ -22,20 +22,19 @@ _CHUNK_NBYTES = 256 << 10
 _NUMBERS = itertools.count(os.getpid() << 32)  # so that no process before this one has sent them
 
 
-class _Heavy(NamedTuple):
-    """What is posted, and how."""
+class Heavy(msgspec.Struct, frozen=True):
+    """Where and how a body is posted; see :class:`bench.isolation.attacks.Attack`."""
 
     address: str
     path: str
     key: str
-    body: bytes
+    connections: int = 1
     hangs_up_after_s: float | None = None
     chunked: bool = False
 
 
-async def _post(heavy: _Heavy) -> str:
+async def _post(heavy: Heavy, body: bytes) -> str:
     host, _, port = heavy.address.rpartition(":")
-    body = heavy.body
     if NUMBER.encode() in body:
         body = body.replace(NUMBER.encode(), str(next(_NUMBERS)).encode())
     framing = "Transfer-Encoding: chunked" if heavy.chunked else f"Content-Length: {len(body)}"
@@ -62,18 +61,18 @@ async def _post(heavy: _Heavy) -> str:
         writer.close()
 
 
-async def _repeat(heavy: _Heavy, answers: collections.Counter[str]) -> None:
+async def _repeat(heavy: Heavy, body: bytes, answers: collections.Counter[str]) -> None:
     while True:
         try:
-            answers[await _post(heavy)] += 1
+            answers[await _post(heavy, body)] += 1
         except (OSError, IndexError) as error:
             answers[type(error).__name__] += 1
             await asyncio.sleep(0.01)
 
 
-async def _main(heavy: _Heavy, connections: int) -> None:
+async def _main(heavy: Heavy, body: bytes) -> None:
     answers = collections.Counter[str]()
-    tasks = [asyncio.create_task(_repeat(heavy, answers)) for _ in range(connections)]
+    tasks = [asyncio.create_task(_repeat(heavy, body, answers)) for _ in range(heavy.connections)]
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     print("under way", flush=True)
@@ -85,13 +84,4 @@ async def _main(heavy: _Heavy, connections: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("address")
-    parser.add_argument("path")
-    parser.add_argument("key")
-    parser.add_argument("connections", type=int)
-    parser.add_argument("--hang-up-after", type=float, help="so many seconds after a body was sent")
-    parser.add_argument("--chunked", action="store_true", help="in chunks of one byte")
-    given = parser.parse_args()
-    where = _Heavy(given.address, given.path, given.key, sys.stdin.buffer.read(), given.hang_up_after, given.chunked)
-    asyncio.run(_main(where, given.connections))
+    asyncio.run(_main(msgspec.json.decode(sys.argv[1], type=Heavy), sys.stdin.buffer.read()))

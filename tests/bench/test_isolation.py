@@ -99,8 +99,8 @@ async def test_the_heavy_caller_counts_what_it_is_answered(hangs_up_after_s: flo
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         body = b"x" * (600 if chunked else 600_000)
-        posted = heavy._Heavy(f"{host}:{port}", "/v1/path", "heavy", body, hangs_up_after_s, chunked)
-        status = await heavy._post(posted)
+        posted = heavy.Heavy(f"{host}:{port}", "/v1/path", "heavy", 1, hangs_up_after_s, chunked)
+        status = await heavy._post(posted, body)
         assert status == ("413" if hangs_up_after_s is None else "hung up")
         while not got:
             await asyncio.sleep(0)
@@ -118,8 +118,8 @@ async def test_a_number_in_what_the_heavy_caller_posts_is_another_one_each_time(
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        posted = heavy._Heavy(f"{host}:{port}", "/v1/path", "heavy", f"f{NUMBER}".encode())
-        assert [await heavy._post(posted) for _ in range(2)] == ["200", "200"]
+        posted = heavy.Heavy(f"{host}:{port}", "/v1/path", "heavy")
+        assert [await heavy._post(posted, f"f{NUMBER}".encode()) for _ in range(2)] == ["200", "200"]
     assert len(set(got)) == 2
     assert all(part[:1] == b"f" and part[1:].isdigit() for part in got)
 
