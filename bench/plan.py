@@ -15,7 +15,7 @@ import click
 
 from bench.children import described
 from bench.repetitions import Measured, title_of
-from bench.results import Coverage, Findings, Key, Planned, Status, Table, Verdict
+from bench.results import Coverage, Findings, Gap, Planned, Status, Table, Verdict
 from bench.targets import Target
 
 
@@ -95,7 +95,7 @@ class Runs:
         self.plan, self._keep = plan, keep
         self.measured: dict[Any, dict[str, list[Any]]] = {}
         self.notes: list[str] = []
-        self._failed: dict[Key, tuple[Status, str]] = {}
+        self._failed: dict[tuple[str, str], tuple[Status, str]] = {}
         self._begun = 0
 
     @property
@@ -154,10 +154,16 @@ class Runs:
             self._failed.setdefault((self.plan.title(case), subject), (status, reason))
 
     def coverage(self) -> Coverage:
-        title = self.plan.title
-        planned = [Planned(title(case), list(subjects), self.count) for case, subjects in self.cases.items()]
-        counts = {(title(case), name): len(runs) for case, of in self.measured.items() for name, runs in of.items()}
-        return Coverage.of(planned, counts, self._failed)
+        """Compares the plan with the repetitions that there are."""
+        coverage = Coverage([], [])
+        for case, subjects in self.cases.items():
+            title = self.plan.title(case)
+            coverage.planned.append(Planned(title, list(subjects), self.count))
+            for subject in subjects:
+                if (there := len(self.measured.get(case, {}).get(subject, ()))) < self.count:
+                    why = self._failed.get((title, subject), (Status.MISSING, ""))
+                    coverage.gaps.append(Gap(title, subject, there, *why))
+        return coverage
 
     def findings(self) -> Findings:
         return self.plan.findings(self.measured, self.coverage(), self.notes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import enum
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,6 @@ from rich.table import Table as RichTable
 from bench.machine import Machine
 
 # -- what was planned, and what there is -------------------------------------------------------------------------------
-
-
-#: A case and a subject.
-Key = tuple[str, str]
 
 
 class Planned(msgspec.Struct, frozen=True):
@@ -60,31 +56,17 @@ class Coverage(msgspec.Struct, frozen=True):
     planned: list[Planned]
     gaps: list[Gap]
 
-    @classmethod
-    def of(
-        cls, planned: Iterable[Planned], measured: Mapping[Key, int], reasons: Mapping[Key, tuple[Status, str]] | None = None
-    ) -> Coverage:
-        """Compares a plan with the repetitions that there are."""
-        planned = list(planned)
-        expected = _expected(planned)
-        gaps = []
-        for key, repetitions in expected.items():
-            if (there := measured.get(key, 0)) < repetitions:
-                status, reason = (reasons or {}).get(key, (Status.MISSING, ""))
-                gaps.append(Gap(*key, there, status, reason))
-        return cls(planned, gaps)
-
     @property
     def complete(self) -> bool:
         return not self.gaps
 
     def summary(self) -> str:
         cases = len({planned.case for planned in self.planned})
-        expected = _expected(self.planned)
+        count = sum(len(planned.subjects) for planned in self.planned)
         counts = collections.Counter(gap.status for gap in self.gaps)
         rest = "".join(f", {counts[status]} {status.value}" for status in Status if counts[status])
         in_cases = f"{cases} case{'s' * (cases > 1)}"
-        return f"{len(expected) - len(self.gaps)} of {len(expected)} measurements in {in_cases}{rest}"
+        return f"{count - len(self.gaps)} of {count} measurements in {in_cases}{rest}"
 
     def lines(self) -> Iterator[tuple[str, str, str]]:
         """Yields rows: the cases that lack a subject for the same reason, the subject, and what became of it."""
@@ -97,11 +79,6 @@ class Coverage(msgspec.Struct, frozen=True):
         all_cases = {planned.case for planned in self.planned}
         for (subject, outcome), cases in lacking.items():
             yield "all" if 1 < len(all_cases) == len(cases) else "; ".join(cases), subject, outcome
-
-
-def _expected(planned: Iterable[Planned]) -> dict[Key, int]:
-    """Repetitions by case and subject."""
-    return {(each.case, subject): each.repetitions for each in planned for subject in each.subjects}
 
 
 # -- what is stored and shown ------------------------------------------------------------------------------------------

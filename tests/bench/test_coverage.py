@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from bench.results import Coverage, Gap, Planned, Status
+from collections.abc import Mapping, Sequence
+
+from bench.plan import Plan, Runs, Timing
+from bench.results import Gap, Planned, Status
+
+
+def runs_of(cases: Mapping[str, Sequence[str]], measured: Mapping[str, Mapping[str, int]], count: int = 1) -> Runs:
+    """A run of a plan, of which there are so many repetitions."""
+    runs = Runs(Plan(mode="any", cases=cases, timing=Timing(count), tables=lambda measured: []))
+    runs.measured = {case: {name: [None] * there for name, there in of_case.items()} for case, of_case in measured.items()}
+    return runs
 
 
 def test_what_has_fewer_repetitions_than_planned_is_a_gap() -> None:
-    plan = [Planned("small", ["ours", "theirs"], 3), Planned("large", ["ours"], 2)]
-    measured = {("small", "ours"): 3, ("small", "theirs"): 1}
-    coverage = Coverage.of(plan, measured, {("small", "theirs"): (Status.FAILED, "it died")})
+    cases = {"small": ["ours", "theirs"], "large": ["ours"]}
+    runs = runs_of(cases, {"small": {"ours": 3, "theirs": 1}}, 3)
+    runs.fail(["small"], ["theirs"], "it died")
+    coverage = runs.coverage()
+    assert coverage.planned == [Planned("small", ["ours", "theirs"], 3), Planned("large", ["ours"], 3)]
     assert coverage.gaps == [Gap("small", "theirs", 1, Status.FAILED, "it died"), Gap("large", "ours", 0, Status.MISSING)]
     assert coverage.summary() == "1 of 3 measurements in 2 cases, 1 failed, 1 missing"
     assert list(coverage.lines()) == [
@@ -16,11 +28,10 @@ def test_what_has_fewer_repetitions_than_planned_is_a_gap() -> None:
         ("large", "ours", "missing"),
     ]
     assert not coverage.complete
-    assert Coverage.of(plan, {("small", "ours"): 3, ("small", "theirs"): 3, ("large", "ours"): 2}).complete
+    assert runs_of(cases, {"small": {"ours": 3, "theirs": 3}, "large": {"ours": 3}}, 3).coverage().complete
 
 
 def test_cases_that_lack_the_same_share_a_row() -> None:
-    coverage = Coverage.of([Planned("x", ["a", "b"], 1), Planned("y", ["a", "b"], 1), Planned("z", ["b"], 1)], {("z", "b"): 1})
-    assert list(coverage.lines()) == [("x; y", "a", "missing"), ("x; y", "b", "missing")]
-    coverage = Coverage.of([Planned("x", ["a"], 1), Planned("y", ["a"], 1)], {})
-    assert list(coverage.lines()) == [("all", "a", "missing")]
+    runs = runs_of({"x": ["a", "b"], "y": ["a", "b"], "z": ["b"]}, {"z": {"b": 1}})
+    assert list(runs.coverage().lines()) == [("x; y", "a", "missing"), ("x; y", "b", "missing")]
+    assert list(runs_of({"x": ["a"], "y": ["a"]}, {}).coverage().lines()) == [("all", "a", "missing")]

@@ -17,7 +17,7 @@ from bench.__main__ import OF_A_RELEASE, main
 from bench.command_line import Command
 from bench.machine import ROOT, Machine
 from bench.messages import Case
-from bench.results import Coverage, Findings, Planned, Status, Table, Verdict, write_json
+from bench.results import Coverage, Findings, Gap, Planned, Status, Table, Verdict, write_json
 from bench.transport import Stored
 from tests.tables import for_each
 
@@ -103,7 +103,7 @@ def test_a_page_says_what_was_measured_and_when_and_where() -> None:
         tables=[Table("messages per second", ["transport", "4 KB"], [["shmring, one copy", "100"], ["a|b", 1.5]])],
         notes=["Measured at night."],
         command="python -m bench transport --peer zenoh",
-        coverage=Coverage.of([Planned("4 KB", ["zenoh"], 3)], {}, {("4 KB", "zenoh"): (Status.EXCLUDED, reason)}),
+        coverage=Coverage([Planned("4 KB", ["zenoh"], 3)], [Gap("4 KB", "zenoh", 0, Status.EXCLUDED, reason)]),
     )
     stored = {"transport": findings, "soak": findings_of("soak", machine=machine_of("fedcba98-dirty", cpu="2"))}
     made = report.pages(stored, BUDGET)
