@@ -18,8 +18,9 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
+import click
 import torch
 import uvloop
 
@@ -33,14 +34,10 @@ _Result = TypeVar("_Result")
 Play = Callable[["Parent", Any], Coroutine[Any, Any, Any]]
 
 
-class BenchError(Exception):
-    """A measurement failed; there is no result."""
+class BenchError(click.ClickException):
+    """Something could not be measured. A target that was measured and missed ends a command with 1, and this with 3."""
 
-
-class Failed(NamedTuple):
-    """A child's part of a cell has failed: what happened, in words."""
-
-    error: str
+    exit_code = 3
 
 
 # -- in the parent -----------------------------------------------------------------------------------------------------
@@ -49,7 +46,7 @@ class Failed(NamedTuple):
 class Child:
     """One of the processes, as their parent sees it, named after its role and after what all of them measure.
 
-    Its part of each cell travels to it. Whatever that raises is reported as :class:`Failed`.
+    Its part of each cell travels to it. Whatever that raises is reported as a :class:`BenchError`.
     """
 
     def __init__(self, context: Any, name: str, label: str, play: Play) -> None:
@@ -117,7 +114,7 @@ class Children:
             report = child.control.recv()
         except (EOFError, OSError):
             self._died(child, what)
-        if isinstance(report, Failed):
+        if isinstance(report, BenchError):
             raise BenchError(f"{self._title}, {what}: {self._failures(child, report)}")
         return report
 
@@ -125,16 +122,16 @@ class Children:
         child.process.join(_GRACE_S)
         raise BenchError(f"{self._title}, {what}: the {child.name} has died with exit code {child.process.exitcode}")
 
-    def _failures(self, first: Child, report: Failed) -> str:
+    def _failures(self, first: Child, report: BenchError) -> str:
         """What all say of a failure, in their order: when one fails, the others' connections do."""
-        errors = {first: report.error}
+        errors = {first: report.message}
         deadline = time.monotonic() + _SECOND_REPORT_S
         for other in self.children:
             with contextlib.suppress(EOFError, OSError):
                 while other not in errors and other.control.poll(_until(deadline)):
                     later = other.control.recv()
-                    if isinstance(later, Failed):
-                        errors[other] = later.error
+                    if isinstance(later, BenchError):
+                        errors[other] = later.message
         return "; ".join(f"the {child.name} failed: {errors[child]}" for child in self.children if child in errors)
 
     def close(self) -> None:
@@ -247,9 +244,9 @@ def play_cell(play: Play, control: Connection, cell: Any) -> Any:
     try:
         return on_uvloop(play_in_time())
     except TimeoutError:
-        return Failed(f"it took longer than {cell.limit_s:g} s")
+        return BenchError(f"it took longer than {cell.limit_s:g} s")
     except Exception as error:  # noqa: BLE001 # it ends the benchmark, in the parent
-        return Failed(described(error))
+        return BenchError(described(error))
 
 
 def described(error: BaseException) -> str:

@@ -63,22 +63,12 @@ def spread(title: str, number: Number) -> Column:
     return Column(title, text)
 
 
-def ratio(title: str, ours: str, number: Number, theirs: str = "") -> Column:
-    """Our number over that of each of the others; or in our row, over theirs."""
+def ratio(title: str, ours: str, number: Number, *, inverse: bool = False) -> Column:
+    """Our number over that of each of the others; or inverse: theirs over ours."""
 
     def value(row: Row) -> float | None:
-        if (row.subject == ours) is not bool(theirs):
-            return None
-        return repetitions.ratio(row.measured, row.case, ours, theirs or row.subject, number)
-
-    return _numbers(title, value, "{:.2f} x")
-
-
-def over(title: str, base: Callable[[str], str], number: Number) -> Column:
-    """The row's number over that of another subject, which is what ``base`` returns for the row's."""
-
-    def value(row: Row) -> float | None:
-        return repetitions.ratio(row.measured, row.case, row.subject, base(row.subject), number)
+        over, under = (row.subject, ours) if inverse else (ours, row.subject)
+        return None if row.subject == ours else repetitions.ratio(row.measured, row.case, over, under, number)
 
     return _numbers(title, value, "{:.2f} x")
 
@@ -100,6 +90,13 @@ def compare(
         for row in _rows(measured)
     ]
     return Table(title, [*named, *(column.title for column in columns)], rows, texts=named[1:], grouped=True)
+
+
+def shown_as(
+    title: str, named: tuple[str, str], columns: Sequence[Column], titles: Mapping[str, str] | None = None
+) -> Callable[[Measured], list[Table]]:
+    """Returns what makes all that was measured one table; see :func:`compare`."""
+    return lambda measured: [compare(title, named, measured, columns, titles)]
 
 
 def cross(

@@ -36,32 +36,14 @@ _PIPE_WIDTH = 300  # what the widest table needs for none of its numbers to be c
 _Result = TypeVar("_Result")
 
 
-class NotMeasured(click.ClickException):
-    """Something could not be measured. A target that was measured and missed ends a command with 1, and this with 3."""
-
-    exit_code = 3
-
-
-class MissingPlotter(NotMeasured):
-    """matplotlib is not installed."""
-
-
-def check_plotter() -> None:
-    """Raises :class:`MissingPlotter` where no plot can be drawn."""
-    try:
-        import matplotlib  # noqa: F401 # only asked for
-    except ImportError:
-        raise MissingPlotter("a plot needs matplotlib: pip install -e '.[bench]' in a checkout of shmring") from None
-
-
 # -- options -------------------------------------------------------------------------------------------------------------
 
 
 def environment_of(program: str, title: str) -> Path:
-    """Returns where a server that is not ours is installed, by the name of its program; raises NotMeasured if it is not."""
+    """Returns where a server that is not ours is installed, by the name of its program; raises BenchError if it is not."""
     environment = ROOT / f".venv-{program}"
     if not (environment / "bin" / program).exists():
-        raise NotMeasured(f"{environment} has no {title}; `make test-{program}` makes an environment that has")
+        raise BenchError(f"{environment} has no {title}; `make test-{program}` makes an environment that has")
     return environment
 
 
@@ -120,10 +102,7 @@ def benchmark(plan: Plan) -> Callable[[Callable[..., None]], Command]:
 
             signal.signal(signal.SIGTERM, terminated)
             runs = Runs(chosen, keep)
-            try:
-                measure(runs, **own)
-            except BenchError as error:
-                raise NotMeasured(str(error)) from error
+            measure(runs, **own)
             findings = keep(runs.findings())
             show(findings)
             conclude(findings)
@@ -175,7 +154,7 @@ def conclude(findings: Findings) -> None:
     A target that is missed as far as a decision says, and no further, does not count: who runs it can do nothing about that.
     """
     if failures := findings.failures:
-        raise NotMeasured(f"{failures} measurements failed: see the table")
+        raise BenchError(f"{failures} measurements failed: see the table")
     if missed := sum(verdict.fails for verdict in findings.targets):
         raise click.ClickException(f"{missed} target{'s' * (missed > 1)} missed: see the table")
 

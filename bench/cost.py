@@ -23,12 +23,10 @@ import torch
 import shmring
 from bench import columns
 from bench.children import BenchError, on_uvloop, settle
-from bench.columns import compare
 from bench.command_line import benchmark
 from bench.peers.shmring_ring import RING
 from bench.plan import Plan, Runs, Timing
-from bench.repetitions import Measured
-from bench.results import Table, format_nbytes
+from bench.results import format_nbytes
 from bench.targets import Target, medians
 
 _WINDOW = 16
@@ -113,16 +111,11 @@ CASES = (
 
 _COLUMNS = (columns.median("median us", float, 1), columns.spread("least, most", float))
 
-
-def _tables(measured: Measured) -> list[Table]:
-    return [compare("cost of both ends in one process", ("what", "of"), measured, _COLUMNS)]
-
-
 PLAN = Plan(
     mode="cost",
     cases=dict.fromkeys(CASES, (_SUBJECT,)),
     timing=Timing(7, 1.0, 0.3),
-    tables=_tables,
+    tables=columns.shown_as("cost of both ends in one process", ("what", "of"), _COLUMNS),
     targets=[
         Target(case.title, "one process", case.limit_us, "us", medians(_SUBJECT, float, {"median": case}), at_least=False)
         for case in CASES

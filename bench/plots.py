@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.command_line import check_plotter
+from bench.children import BenchError
 from bench.machine import Machine
 from bench.messages import Case
 from bench.results import format_nbytes
@@ -37,10 +37,11 @@ def draw_overview(stored: Sequence[Stored], machine: Machine | None, path: Path)
     names = [name for name in reversed(_OVERVIEW) if all((nbytes, name) in speeds for nbytes in _OVERVIEW_SIZES)]
     if "shmring" not in names:
         return False
-    check_plotter()
-    import matplotlib
-    from matplotlib.figure import Figure  # no pyplot: it keeps figures, and looks for a display
-
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure  # no pyplot: it keeps figures, and looks for a display
+    except ImportError:
+        raise BenchError("a plot needs matplotlib: pip install -e '.[bench]' in a checkout of shmring") from None
     where = "" if machine is None else f" ({machine.cpu}, {machine.cores} cores)"
     path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 9}):

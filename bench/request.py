@@ -9,14 +9,11 @@ from __future__ import annotations
 import itertools
 
 from bench import columns
-from bench.columns import compare
 from bench.command_line import benchmark
 from bench.groups import Groups
 from bench.peers import BASELINE, REQUEST_PEERS, SEVERAL_CLIENTS
 from bench.plan import Plan, Runs, Timing
 from bench.questions import Case
-from bench.repetitions import Measured
-from bench.results import Table
 from bench.targets import Target, medians, ratios
 
 _PEERS = REQUEST_PEERS | SEVERAL_CLIENTS
@@ -56,16 +53,12 @@ TARGETS = (
 )  # fmt: skip
 
 
-def _tables(measured: Measured) -> list[Table]:
-    return [compare("requests of a tensor, replies of 64 B", ("request", "transport"), measured, _COLUMNS, _TITLES)]
-
-
 PLAN = Plan(
     mode="request",
     cases=CASES,
     timing=Timing(5, 0.3, 0.25),
     titles=_TITLES,
-    tables=_tables,
+    tables=columns.shown_as("requests of a tensor, replies of 64 B", ("request", "transport"), _COLUMNS, _TITLES),
     targets=TARGETS,
     notes=[
         "Every request and every reply is checked. engine, client: microseconds of CPU for each request, with copies and the "

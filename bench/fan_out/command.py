@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import columns
-from bench.columns import Column, compare
-from bench.command_line import NotMeasured, benchmark, environment_of
+from bench.children import BenchError
+from bench.columns import Column
+from bench.command_line import benchmark, environment_of
 from bench.fan_out.measuring import Cell, Run
 from bench.fan_out.ways import ARENA, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, WAYS
 from bench.plan import Plan, Runs, Timing
 from bench.programs import Program
 from bench.repetitions import Measured, median
-from bench.results import Status, Table, format_nbytes, format_rate
+from bench.results import Status, format_nbytes, format_rate
 from bench.targets import Numbers, Target, medians, ratios
 
 _CELL_LIMIT_S = 150.0  # which ends it all: an engine gives its workers a minute
@@ -129,11 +130,6 @@ _COLUMNS = (
     columns.median("idle %", "idle_percent", 2),
 )
 
-
-def _tables(measured: Measured) -> list[Table]:
-    return [compare("a message to each of several workers", ("case", "peer"), measured, _COLUMNS, TITLES)]
-
-
 PLAN = Plan(
     mode="fan-out",
     cases={  # the arena takes what no chunk of the queue holds
@@ -143,7 +139,7 @@ PLAN = Plan(
     },
     timing=Timing(6, 0.3),
     titles=TITLES,
-    tables=_tables,
+    tables=columns.shown_as("a message to each of several workers", ("case", "peer"), _COLUMNS, TITLES),
     targets=TARGETS,
     notes=[
         "One message every 2 ms: the time until the last worker has it, and its CPU.",
@@ -165,7 +161,7 @@ def fan_out_command(runs: Runs) -> None:
     python = Path(sys.executable)
     try:
         python = environment_of("vllm", "vLLM") / "bin" / "python"
-    except NotMeasured as error:
+    except BenchError as error:
         runs.fail(runs.cases, [subject for subject, way in WAYS.items() if way.of_vllm], str(error), Status.EXCLUDED)
     with host(sys.executable) as own, host(python) as of_vllm:
 

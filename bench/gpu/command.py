@@ -52,7 +52,7 @@ _RATE, _USABLE, _HAND_OVER = _of("gb_per_s"), _of("usable_us"), _of("us")
 _COPIES = (
     columns.median("GB/s", _RATE, 2),
     columns.spread("spread", _RATE),
-    columns.over(f"of {TITLES[CEILING]}", lambda way: CEILING, _RATE),
+    columns.ratio(f"of {TITLES[CEILING]}", CEILING, _RATE, inverse=True),
     columns.median("usable us", _USABLE),
     columns.percentile("held us", _all("held_us"), 50),
     columns.percentile("p99", _all("held_us"), 99),

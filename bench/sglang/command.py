@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bench import columns
-from bench.columns import Column, compare
+from bench.columns import Column
 from bench.command_line import benchmark, environment_of, versions
 from bench.plan import Plan, Runs, Timing
 from bench.programs import Program
-from bench.repetitions import Measured
-from bench.results import Table
 from bench.sglang.ends import QUIET_ENVIRONMENT, Measurement, Order
 from bench.targets import Target, ratios
 
@@ -51,8 +49,8 @@ _COLUMNS = (
     columns.median("CPU ms", "cpu_ms", 2),
     columns.median("tokenizer", "tokenizer_ms", 2),
     columns.median("ranks", "ranks_ms", 2),
-    columns.ratio("of sglang's p50", _OURS, "p50_ms", theirs=_THEIRS),
-    columns.ratio("CPU", _OURS, "cpu_ms", theirs=_THEIRS),
+    columns.ratio("of sglang's p50", _THEIRS, "p50_ms", inverse=True),
+    columns.ratio("CPU", _THEIRS, "cpu_ms", inverse=True),
     Column("inline", lambda row: str(sum(run.inline for run in row.runs))),
 )
 
@@ -71,15 +69,11 @@ TARGETS = (
 )
 
 
-def _tables(measured: Measured) -> list[Table]:
-    return [compare("Both ends of SGLang", ("tensors", "way"), measured, _COLUMNS)]
-
-
 PLAN = Plan(
     mode="sglang",
     cases=dict.fromkeys(CASES, tuple(WAYS)),
     timing=Timing(7),
-    tables=_tables,
+    tables=columns.shown_as("Both ends of SGLang", ("tensors", "way"), _COLUMNS),
     targets=TARGETS,
     notes=[
         "SGLang's own code sends tensors from a tokenizer to the ranks of a scheduler. Each rank copies them to memory that "

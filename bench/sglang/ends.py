@@ -153,7 +153,7 @@ class _Tokenizer:
         self._tensors, self._done = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         self._done.bind(f"ipc://{directory}/done")
         self._tensors.connect(f"ipc://{directory}/tensors")
-        self.hear(1)
+        self._hear()
 
     async def connect(self) -> None:
         """The plug-in connects with the first request."""
@@ -180,7 +180,7 @@ class _Tokenizer:
             source.fill_(number % 251)
             began_s, cpu_s = time.monotonic(), time.process_time()
             inline += not self.send(source, number % 251)
-            self.hear(1)
+            self._hear()
             await asyncio.sleep(0)  # the event loop goes on, as a server's does
             times_s.append(time.monotonic() - began_s)
             used_s += time.process_time() - cpu_s
@@ -202,9 +202,9 @@ class _Tokenizer:
         self._tensors.send(msgspec.msgpack.encode("cpu"))
         return sum(msgspec.json.decode(self._done.recv(), type=float) for _ in range(self._ranks))
 
-    def hear(self, count: int) -> None:
-        """Waits until all ranks have said so often that they are up, or have copied a tensor."""
-        for _ in range(count * self._ranks):
+    def _hear(self) -> None:
+        """Waits until all ranks have said that they are up, or have copied a tensor."""
+        for _ in range(self._ranks):
             self._done.recv()
 
 

@@ -16,10 +16,9 @@ from typing import Any, Literal
 import msgspec
 
 from bench import columns
-from bench.columns import Column, compare
+from bench.columns import Column
 from bench.plan import Plan, Timing
-from bench.repetitions import Measured, Number
-from bench.results import Table
+from bench.repetitions import Number
 from bench.servers import picture
 from bench.targets import Target, medians, ratios
 from bench.vllm.load import Fleet, Way, cpu_of
@@ -151,16 +150,11 @@ TARGETS = (
     ),
 )  # fmt: skip
 
-
-def _tables(measured: Measured) -> list[Table]:
-    return [compare("2 tensor-parallel workers, one request at a time", ("requests", "way"), measured, _COLUMNS)]
-
-
 PLAN = Plan(
     mode="vllm-workers",
     cases=dict.fromkeys(KINDS, tuple(WAYS)),
     timing=Timing(7),
-    tables=_tables,
+    tables=columns.shown_as("2 tensor-parallel workers, one request at a time", ("requests", "way"), _COLUMNS),
     targets=TARGETS,
     notes=[
         "Real vLLM on the CPU with a model that computes nearly nothing. There is a server for each way. All run at the same "
