@@ -33,7 +33,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.context import SpawnContext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -62,12 +62,6 @@ class _UserHeader(ctypes.Structure):
     )
 
 
-class _Services(NamedTuple):
-    node: Any  # kept: the services end with it
-    tensors: Any
-    arrivals: Any
-
-
 class Iceoryx2(WindowedPeer):
     """What the processes share is the prefix of all names that iceoryx2 gives out."""
 
@@ -84,10 +78,10 @@ class Iceoryx2(WindowedPeer):
 
     @contextlib.asynccontextmanager
     async def sending(self, cell: Cell, own: str, source: Source) -> AsyncIterator[Send]:
-        iceoryx2, services = _open(cell, own)
-        builder = services.tensors.publisher_builder().initial_max_slice_len(cell.nbytes).max_loaned_samples(1)
+        iceoryx2, _node, tensors, arrivals = _open(cell, own)
+        builder = tensors.publisher_builder().initial_max_slice_len(cell.nbytes).max_loaned_samples(1)
         publisher = builder.allocation_strategy(iceoryx2.AllocationStrategy.Static).create()
-        notifier = services.arrivals.notifier_builder().create()
+        notifier = arrivals.notifier_builder().create()
         dimensions, dtype = len(cell.shape), _DTYPES.index(cell.torch_dtype)
 
         def send() -> None:
@@ -105,9 +99,9 @@ class Iceoryx2(WindowedPeer):
             publisher.delete()
 
     async def receive(self, cell: Cell, own: str, intake: Intake, listening: Callable[[], None]) -> None:
-        _, services = _open(cell, own)
-        subscriber = services.tensors.subscriber_builder().buffer_size(cell.window).create()
-        listener = services.arrivals.listener_builder().create()
+        _, _node, tensors, arrivals = _open(cell, own)
+        subscriber = tensors.subscriber_builder().buffer_size(cell.window).create()
+        listener = arrivals.listener_builder().create()
         reception = _Reception(cell, intake, subscriber, listener)
         loop = asyncio.get_running_loop()
         descriptor = _descriptor(cell)
@@ -174,8 +168,11 @@ class _Reception:
             self._loop.call_soon(self._take_batch)  # what is left wakes nobody
 
 
-def _open(cell: Cell, prefix: str) -> tuple[Any, _Services]:
-    """Opens both services, the same in every process; whoever comes first creates them. Returns the module, too."""
+def _open(cell: Cell, prefix: str) -> tuple[Any, Any, Any, Any]:
+    """Opens both services, the same in every process; whoever comes first creates them.
+
+    Returns the module, the node, with which the services end, and the services: of tensors, and of arrivals.
+    """
     iceoryx2: Any = importlib.import_module("iceoryx2")
     iceoryx2.set_log_level(iceoryx2.LogLevel.Error)
     config = iceoryx2.config.default()
@@ -190,7 +187,7 @@ def _open(cell: Cell, prefix: str) -> tuple[Any, _Services]:
     tensors = tensors.enable_safe_overflow(False)  # nothing may be dropped for what is newer
     arrivals = node.service_builder(iceoryx2.ServiceName.new("arrivals")).event()
     arrivals = arrivals.max_nodes(cell.producers + 1).max_notifiers(cell.producers).max_listeners(1)
-    return iceoryx2, _Services(node, tensors.open_or_create(), arrivals.open_or_create())
+    return iceoryx2, node, tensors.open_or_create(), arrivals.open_or_create()
 
 
 def _root(cell: Cell) -> Path:
