@@ -188,7 +188,7 @@ async def consume(part: Part, parent: Parent, cell: Cell) -> Measurement:
 async def ask(part: Part, parent: Parent, cell: Cell) -> tuple[Cost | None, NDArray[np.int64]]:
     """A client's; returns what it cost, and its round trips."""
     client = Client(cell, part.number, part.moments)
-    async with part.peer.connect(cell, part.shared, part.number) as ask_one:
+    async with part.peer.connect(cell) as ask_one:
         await client.ask_all(ask_one)
     return client.source.meter.cost, np.array(client.latencies_ns, np.int64)
 
@@ -199,7 +199,7 @@ async def answer(part: Part, parent: Parent, cell: Cell) -> Measurement:
     desk = Desk(cell, part.moments, lambda: loop.call_soon_threadsafe(finished.set))
 
     async def serve() -> None:
-        await part.peer.serve(cell, part.shared, desk, lambda: parent.tell("listening"))
+        await part.peer.serve(cell, desk, lambda: parent.tell("listening"))
         raise RuntimeError("the engine has stopped answering by itself")
 
     async with asyncio.TaskGroup() as tasks:

@@ -69,7 +69,7 @@ class Iceoryx2(WindowedPeer):
     title = "iceoryx2, one copy"
     requires = "iceoryx2"
 
-    def create_own(self, context: SpawnContext, producers: int) -> str:
+    def create_own(self, context: SpawnContext) -> str:
         return f"bench{secrets.token_hex(4)}_"  # short: the listener's socket has it in its address, which ends at 107 bytes
 
     def close_own(self, own: str) -> None:

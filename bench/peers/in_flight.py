@@ -84,7 +84,7 @@ class Intake:
 class WindowedPeer(Peer):
     """A transport of streams that does not say itself what has been consumed."""
 
-    def create_own(self, context: SpawnContext, producers: int) -> Any:
+    def create_own(self, context: SpawnContext) -> Any:
         """Makes what the transport itself needs in all processes, in their parent."""
         return None
 
@@ -92,7 +92,7 @@ class WindowedPeer(Peer):
         """Removes it again."""
 
     def create_shared(self, context: SpawnContext, ends: int) -> Shared:
-        return Shared(self.create_own(context, ends), [context.Pipe(duplex=False) for _ in range(ends)])
+        return Shared(self.create_own(context), [context.Pipe(duplex=False) for _ in range(ends)])
 
     def close_shared(self, shared: Shared) -> None:
         self.close_own(shared.own)

@@ -101,11 +101,11 @@ class RequestPeer(Adapter, abc.ABC):
     """A transport, used for requests the way its users use it. Both coroutines run on uvloop, afresh for each cell."""
 
     @abc.abstractmethod
-    async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
+    async def serve(self, cell: Cell, desk: Desk, listening: Callable[[], None]) -> None:
         """The engine: has the desk answer what clients ask, until it is cancelled, after the last client has gone."""
 
     @abc.abstractmethod
-    def connect(self, cell: Cell, shared: Any, client: int) -> AbstractAsyncContextManager[Ask]:
+    def connect(self, cell: Cell) -> AbstractAsyncContextManager[Ask]:
         """A client: connects, and disconnects when it is left, with nothing in flight unless something has failed."""
 
 

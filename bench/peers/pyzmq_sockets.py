@@ -116,7 +116,7 @@ class PyzmqRequest(RequestPeer):
     title = "pyzmq DEALER/ROUTER"
     requires = "pyzmq"
 
-    async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
+    async def serve(self, cell: Cell, desk: Desk, listening: Callable[[], None]) -> None:
         with _awaitable_socket("ROUTER") as router:
             try:
                 router.bind(f"ipc://{_path(cell)}")
@@ -131,7 +131,7 @@ class PyzmqRequest(RequestPeer):
                 _path(cell).unlink(missing_ok=True)
 
     @contextlib.asynccontextmanager
-    async def connect(self, cell: Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
+    async def connect(self, cell: Cell) -> AsyncIterator[Ask]:
         with _awaitable_socket("DEALER") as dealer:
             dealer.connect(f"ipc://{_path(cell)}")
             pending = Pending(lambda header, tensor: dealer.send_multipart(_pack(header, tensor), copy=False))

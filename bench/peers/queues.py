@@ -67,7 +67,7 @@ class _QueueStream(WindowedPeer):
         """Ends the wait of a consumer that is cancelled."""
         queue.put(None)
 
-    def create_own(self, context: SpawnContext, producers: int) -> Any:
+    def create_own(self, context: SpawnContext) -> Any:
         return context.Queue()  # its class exists only in a context
 
     def close_own(self, own: Any) -> None:
@@ -110,7 +110,7 @@ class FasterFifoQueue(_QueueStream):
     def window(self, cell: Cell) -> int:
         return max(1, min(cell.window, _RING_NBYTES // (cell.producers * _in_ring_nbytes(cell))))
 
-    def create_own(self, context: SpawnContext, producers: int) -> Any:
+    def create_own(self, context: SpawnContext) -> Any:
         return importlib.import_module("faster_fifo").Queue(_RING_NBYTES, loads=_loads, dumps=_dumps)
 
     def close_own(self, own: Any) -> None:
@@ -162,7 +162,7 @@ class TorchQueue(_QueueStream):
     name = "torch-queue"
     title = "torch.multiprocessing.Queue"
 
-    def create_own(self, context: SpawnContext, producers: int) -> Any:
+    def create_own(self, context: SpawnContext) -> Any:
         get_temp_dir()  # made by the parent, children inherit it: one that is killed leaves none of its own behind
         return _torch_multiprocessing.get_context("spawn").Queue()
 

@@ -133,7 +133,7 @@ class ShmringRequest(RequestPeer):
         self.title = "shmring, client.request" if clients == 1 else f"{clients} clients connected, {who}"
         self._clients, self._asking = clients, asking
 
-    async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
+    async def serve(self, cell: Cell, desk: Desk, listening: Callable[[], None]) -> None:
         async with shmring.serve(RING, _configuration(cell)) as ring:
             listening()
             async for claim in ring:
@@ -141,7 +141,7 @@ class ShmringRequest(RequestPeer):
                     await claim.reply(_answer(claim.payload, desk))
 
     @contextlib.asynccontextmanager
-    async def connect(self, cell: Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
+    async def connect(self, cell: Cell) -> AsyncIterator[Ask]:
         async with contextlib.AsyncExitStack() as stack:
             opening = [shmring.connect(RING, socket_dir=cell.directory) for _ in range(self._clients)]
             clients = [await stack.enter_async_context(each) for each in opening]

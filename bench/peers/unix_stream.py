@@ -235,7 +235,7 @@ class InlineRequest(RequestPeer):
     name = "inline-msgpack"
     title = "inline msgpack, same socket"
 
-    async def serve(self, cell: Cell, shared: Any, desk: Desk, listening: Callable[[], None]) -> None:
+    async def serve(self, cell: Cell, desk: Desk, listening: Callable[[], None]) -> None:
         def take(end: Messages, body: memoryview) -> bool:
             """Does not wait for a client to read: a client has no more replies to come than it has asked for."""
             message = _decoder.decode(body)
@@ -245,7 +245,7 @@ class InlineRequest(RequestPeer):
         await served(_path(cell, self.name), take, listening)
 
     @contextlib.asynccontextmanager
-    async def connect(self, cell: Cell, shared: Any, client: int) -> AsyncIterator[Ask]:
+    async def connect(self, cell: Cell) -> AsyncIterator[Ask]:
         def received(body: memoryview) -> None:
             message = _decoder.decode(body)
             pending.settle(Answer(message.header, message.tensor(message.content)))
@@ -274,7 +274,7 @@ class SharedMemorySegments(SocketPeer):
     name = "shared-memory"
     title = "a segment per tensor (SGLang)"
 
-    def create_own(self, context: SpawnContext, producers: int) -> str:
+    def create_own(self, context: SpawnContext) -> str:
         return f"bench-{os.getpid()}-{secrets.token_hex(4)}"  # what the segments' names begin with
 
     def close_own(self, own: str) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import gc
 import json
-import multiprocessing
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -128,12 +127,11 @@ async def test_an_unexpected_reply_fails_all_waiting_requests() -> None:
 @contextlib.asynccontextmanager
 async def connected(peer: RequestPeer, cell: Cell, desk: Desk) -> AsyncIterator[Ask]:
     """Both ends of a peer in this process; what the engine raises comes out of this."""
-    shared = peer.create_shared(multiprocessing.get_context("spawn"), 1)
     listening = asyncio.Event()
     async with asyncio.timeout(cell.limit_s), asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(peer.serve(cell, shared, desk, listening.set))
+        serving = tasks.create_task(peer.serve(cell, desk, listening.set))
         await listening.wait()
-        async with peer.connect(cell, shared, 0) as ask:
+        async with peer.connect(cell) as ask:
             yield ask
         serving.cancel()
 
