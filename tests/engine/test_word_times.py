@@ -16,14 +16,14 @@ from tests.tables import for_each
 
 transformers = pytest.importorskip("transformers")
 
-from transformers.models.whisper import generation_whisper  # noqa: E402
-
 from shmring.engine.executors import speech_windows, word_times  # noqa: E402
 from shmring.engine.executors.speech import SpeechExecutor  # noqa: E402
 
 
 def reference(weights: torch.Tensor) -> list[int]:
     """As transformers makes moments of weights."""
+    from transformers.models.whisper import generation_whisper  # here: it imports torch's compilers, for seconds
+
     deviation, mean = torch.std_mean(weights, dim=-2, keepdim=True, correction=0)
     matrix = generation_whisper._median_filter((weights - mean) / deviation, 7).mean(0)
     rows, moments = generation_whisper._dynamic_time_warping(-matrix.double().numpy())

@@ -6,16 +6,17 @@ import asyncio
 import json
 from typing import Any
 
-import anthropic
 import httpx
 import openai
 import pytest
-from anthropic.types import ErrorResponse
 
 import shmring
 from shmring.engine.protocol import GenerateReply
 from tests.frontend.talking import MODEL, picture_url
+from tests.lazily import lazily
 from tests.waiting import eventually
+
+anthropic = lazily("anthropic")
 
 CHATS, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 PICTURE = {"type": "image_url", "image_url": {"url": picture_url()}}
@@ -50,7 +51,7 @@ async def test_a_failure_on_the_way_is_the_last_event(open_engine: Any, open_ser
     if path == RESPONSES:
         assert (last["type"], last["code"], last["message"]) == ("error", error["code"], error["message"])
     elif path == MESSAGES:
-        ErrorResponse.model_validate(last)
+        anthropic.types.ErrorResponse.model_validate(last)
         assert (last["type"], error["type"], last["request_id"]) == ("error", "api_error", response.headers["x-request-id"])
     assert 'shmring_http_broken_streams_total{code="engine_error"} 1.0' in numbers
     assert f'shmring_request_failure_total{{reason="engine_error",route="{path}"}} 1.0' in numbers

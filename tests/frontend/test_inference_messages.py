@@ -7,21 +7,13 @@ refused: test_refused_bodies.py.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
-from anthropic.types import (
-    ErrorResponse,
-    ImageBlockParam,
-    Message,
-    MessageTokensCount,
-    RawMessageStreamEvent,
-    ToolResultBlockParam,
-)
 from pydantic import TypeAdapter
 
 import shmring
@@ -40,6 +32,9 @@ from tests.frontend.talking import (
     say,
     think_and_call,
 )
+from tests.lazily import lazily
+
+anthropic = lazily("anthropic")
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -50,10 +45,8 @@ USER = {"role": "user", "content": "Hi"}
 BODY = {"model": "m", "max_tokens": 9, "messages": [USER]}
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
 
-_EVENT = TypeAdapter[Any](RawMessageStreamEvent)
 
-
-def picture_block(pixels: Any = PICTURE) -> ImageBlockParam:
+def picture_block(pixels: Any = PICTURE) -> dict[str, Any]:
     return {
         "type": "image",
         "source": {"type": "base64", "media_type": "image/png", "data": picture_url(pixels).partition(",")[2]},
@@ -74,8 +67,13 @@ async def events_of(talk: Talk, **fields: Any) -> list[Any]:
     events = named_events(await talk.ask(PATH, BODY | fields, stream=True))
     for event in events:
         if event["type"] != "ping":
-            _EVENT.validate_python(event, strict=True)
+            _event().validate_python(event, strict=True)
     return events
+
+
+@functools.cache
+def _event() -> TypeAdapter[Any]:
+    return TypeAdapter(anthropic.types.RawMessageStreamEvent)
 
 
 def built(events: list[Any]) -> Any:
@@ -117,7 +115,7 @@ async def test_an_answer_comes_whole(open_talk: OpenTalk) -> None:
     talk = await open_talk(say)
     response = await talk.send(f"{PATH}?beta=true", BODY, headers={"anthropic-version": "2023-06-01"})
     answer = response.json()
-    Message.model_validate(answer, strict=True)
+    anthropic.types.Message.model_validate(answer, strict=True)
     assert answer["id"].startswith("msg_")
     assert answer == {
         "type": "message",
@@ -151,7 +149,7 @@ async def test_a_stream_has_the_events_of_the_api(open_talk: OpenTalk) -> None:
 async def test_reasoning_text_and_calls_are_blocks(open_talk: OpenTalk) -> None:
     talk = await open_talk(think_and_call)
     answer = await talk.ask(PATH, BODY, tools=[TOOL, G])
-    Message.model_validate(answer, strict=True)
+    anthropic.types.Message.model_validate(answer, strict=True)
     ids = [block["id"] for block in answer["content"][2:]]
     blocks = [
         {"type": "thinking", "thinking": "Hmm.", "signature": ""},
@@ -269,7 +267,7 @@ async def test_blocks_keep_their_order_around_what_tools_returned(talk: Talk) ->
 async def test_the_model_is_told_of_errors_of_tools(talk: Talk) -> None:
     """As Anthropic's own types have them."""
     picture = picture_block()
-    results: list[ToolResultBlockParam] = [
+    results: list[Any] = [
         {"type": "tool_result", "tool_use_id": "c1", "content": "No such file", "is_error": True},
         {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "No"}, picture], "is_error": True},
         {"type": "tool_result", "tool_use_id": "c3", "content": [picture], "is_error": True},
@@ -318,7 +316,7 @@ async def test_tokens_are_counted_with_pictures(talk: Talk) -> None:
     body = {"model": "m", **of_user(picture_block()), "tools": [TOOL], "system": "Be brief."}
     response = await talk.send(COUNT, body)
     assert (response.status_code, response.json()) == (200, {"input_tokens": 3})
-    MessageTokensCount.model_validate(response.json(), strict=True)
+    anthropic.types.MessageTokensCount.model_validate(response.json(), strict=True)
     [request] = talk.requests
     assert (request.tokenize, len(request.media), len(request.tools), len(request.messages)) == (True, 1, 1, 2)
     assert response.headers["x-shmring-slab-bytes"] == str(PICTURE.nbytes)
@@ -372,7 +370,7 @@ async def test_errors_are_in_the_form_of_the_api_wherever_they_come_from(open_ta
         response = await http.request(method, path, headers=headers, json=body)
         answer = response.json()
         if status != 413:  # of a proxy in front of the vendor's servers; its documentation has it, and its types have not
-            ErrorResponse.model_validate(answer, strict=True)
+            anthropic.types.ErrorResponse.model_validate(answer, strict=True)
         assert (response.status_code, answer["type"], answer["error"]["type"]) == (status, "error", kind)
         assert answer["request_id"] == response.headers["x-request-id"]
     assert "type" not in (await http.get("/v1/messagesx")).json()

@@ -13,11 +13,13 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from anthropic.types import ErrorResponse
 
 from shmring.engine.protocol import CAPABILITIES, InputSpec, ModelDescription, PictureSpec
 from tests.frontend.talking import LONG, MODEL, PLAIN_MODEL, TASKS, OpenTalk, Talk, model, picture_url
+from tests.lazily import lazily
 from tests.tables import for_each
+
+anthropic = lazily("anthropic")
 
 CHAT, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
 MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE = "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"
@@ -473,7 +475,7 @@ async def error_of(talk: Talk, route: str, fields: Any, *, stream: bool = False)
         response = await talk.send(route, {"stream": True, **body} if stream else body)
     answer = response.json()
     if route in (MESSAGES, COUNT_TOKENS):
-        ErrorResponse.model_validate(answer, strict=True)
+        anthropic.types.ErrorResponse.model_validate(answer, strict=True)
     else:
         assert (set(answer), set(answer["error"])) == ({"error"}, {"message", "type", "param", "code"})
     assert answer["error"]["type"] == (
