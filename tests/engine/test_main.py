@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 
@@ -250,8 +249,8 @@ process._give_up()
 """
 
 
-def test_an_engine_that_gives_up_ends_also_where_its_log_fails() -> None:
-    done = subprocess.run([sys.executable, "-c", GIVING_UP + "\nprint('it goes on')"], capture_output=True, text=True, cwd=ROOT)
+def test_an_engine_that_gives_up_ends_also_where_its_log_fails(nursery: Nursery) -> None:
+    done = nursery.run_text(GIVING_UP + "\nprint('it goes on')")
     assert (done.returncode, done.stdout) == (1, "")
     assert "giving up on it" in done.stderr
     assert "ArithmeticError" not in done.stderr, "it has ended before"

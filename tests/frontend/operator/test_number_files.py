@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from shmring.frontend.operator import number_files
 from shmring.frontend.operator.metrics import COUNTED
 from shmring.frontend.operator.number_files import DIRECTORY_VARIABLE, reserve_number_files
+from tests.nursery import Nursery
 
 COUNTING = """if True:
     import logging, os, resource, sys
     logging.basicConfig()
-    if (most := int(sys.argv[1])):
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = sys.argv[1]
+    if (most := int(sys.argv[2])):
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     from shmring.frontend.operator.number_files import DIRECTORY_VARIABLE, reserve_number_files
     reserve_number_files(100)
@@ -33,14 +34,14 @@ COUNTING = """if True:
 """
 
 
-def count(directory: Path, most_nbytes: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, DIRECTORY_VARIABLE: str(directory)}
-    command = [sys.executable, "-c", COUNTING, str(most_nbytes)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+def count(nursery: Nursery, directory: Path, most_nbytes: int = 0) -> subprocess.CompletedProcess[str]:
+    done = nursery.run_text(COUNTING, str(directory), str(most_nbytes))
+    assert done.returncode == 0, done.stderr
+    return done
 
 
-def test_all_that_a_frontend_counts_fits_into_what_was_reserved(tmp_path: Path) -> None:
-    assert count(tmp_path).stdout.split() == ["True", "300"]
+def test_all_that_a_frontend_counts_fits_into_what_was_reserved(nursery: Nursery, tmp_path: Path) -> None:
+    assert count(nursery, tmp_path).stdout.split() == ["True", "300"]
     files = list(tmp_path.iterdir())
     assert {path.name.rpartition("_")[0] for path in files} == set(number_files._KINDS), "it makes no others"
     for path in files:
@@ -49,8 +50,8 @@ def test_all_that_a_frontend_counts_fits_into_what_was_reserved(tmp_path: Path) 
         assert status.st_blocks * 512 >= status.st_size, "none is sparse"
 
 
-def test_without_the_space_it_counts_for_itself_and_says_so(tmp_path: Path) -> None:
-    result = count(tmp_path, most_nbytes=4096)  # as a full disk, but without one
+def test_without_the_space_it_counts_for_itself_and_says_so(nursery: Nursery, tmp_path: Path) -> None:
+    result = count(nursery, tmp_path, most_nbytes=4096)  # as a full disk, but without one
     assert result.stdout.split() == ["False", "300"]
     assert f"no space for numbers in {tmp_path}, so /metrics of this frontend shows its own ones only" in result.stderr
     assert not list(tmp_path.iterdir())
