@@ -74,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "engines(*names): so many engines are there, of several")
     config.addinivalue_line("markers", "client(**options): so the fixture ``client`` connects")
     config.addinivalue_line("markers", "adjustable_clock: ``pass_time`` puts the loop's clock forward")
+    gc.disable()  # until all tests are read: what that makes stays, and the collector would walk through it again and again
     # A shell that runs us in the background has it ignored, and children would inherit that: they could not be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
@@ -164,6 +165,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("hypothesis") is not None and item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(900))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

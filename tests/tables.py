@@ -22,7 +22,7 @@ import pytest
 _MAX_NAME_LENGTH = 120  # of a row, in a report
 _FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)  # the latter two are no Exceptions
 
-Row = tuple[str, dict[str, Any]]
+Row = tuple[Callable[[], str], dict[str, Any]]  # its name is made when it fails: values may be large
 
 
 def for_each(
@@ -46,7 +46,7 @@ def for_each(
 
         def rows() -> Iterator[Row]:
             for parts in itertools.product(*tables):
-                yield " - ".join(name for name, _ in parts), {name: value for _, row in parts for name, value in row.items()}
+                yield functools.partial(_joined, parts), {name: value for _, row in parts for name, value in row.items()}
 
         @functools.wraps(function)
         def try_all(*, subtests: pytest.Subtests, **fixtures: Any) -> None:
@@ -55,7 +55,7 @@ def for_each(
                     with _of_a_row(fixtures) as own:
                         test(**row, **own)
                 except _FAILURES:
-                    with subtests.test(name):
+                    with subtests.test(name()):
                         raise
 
         @functools.wraps(function)
@@ -65,7 +65,7 @@ def for_each(
                     with _of_a_row(fixtures) as own:
                         await test(**row, **own)
                 except _FAILURES:
-                    with subtests.test(name):
+                    with subtests.test(name()):
                         raise
 
         whole: Any = await_all if inspect.iscoroutinefunction(test) else try_all
@@ -85,14 +85,22 @@ def _of_a_row(fixtures: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _rows(arguments: list[str], values: list[Any], ids: Iterable[Any] | Callable[[Any], Any] | None) -> Iterator[Row]:
-    names = list(ids) if ids is not None and not callable(ids) else [None] * len(values)
+    call, names = (ids, [None] * len(values)) if ids is None or callable(ids) else (None, list(ids))
     for value, name in zip(values, names, strict=True):
         row = (value,) if len(arguments) == 1 else tuple(value)
-        if name is None:
-            name = ", ".join(_name_of(part, ids if callable(ids) else None) for part in row)
-        yield str(name)[:_MAX_NAME_LENGTH], dict(zip(arguments, row, strict=True))
+        yield functools.partial(_name_of, name, row, call), dict(zip(arguments, row, strict=True))
 
 
-def _name_of(value: Any, call: Callable[[Any], Any] | None) -> str:
+def _joined(parts: Iterable[Row]) -> str:
+    return " - ".join(name() for name, _ in parts)
+
+
+def _name_of(name: Any, row: Iterable[Any], call: Callable[[Any], Any] | None) -> str:
+    if name is None:
+        name = ", ".join(_name_of_value(value, call) for value in row)
+    return str(name)[:_MAX_NAME_LENGTH]
+
+
+def _name_of_value(value: Any, call: Callable[[Any], Any] | None) -> str:
     name = None if call is None else call(value)
     return str(name if name is not None else getattr(value, "__name__", None) or ascii(value))

@@ -14,6 +14,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -292,6 +293,14 @@ async def open_intake() -> AsyncIterator[Any]:
     yield make
     for intake in intakes:
         await intake.close()
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> ModuleType:
+    """Anthropic's client. It is made of three thousand modules, which only a worker that runs one of its tests imports."""
+    import anthropic
+
+    return anthropic
 
 
 @pytest.fixture

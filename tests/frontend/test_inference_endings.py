@@ -13,10 +13,7 @@ import pytest
 import shmring
 from shmring.engine.protocol import GenerateReply
 from tests.frontend.talking import MODEL, picture_url
-from tests.lazily import lazily
 from tests.waiting import eventually
-
-anthropic = lazily("anthropic")
 
 CHATS, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 PICTURE = {"type": "image_url", "image_url": {"url": picture_url()}}
@@ -29,7 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", list(BODIES))
-async def test_a_failure_on_the_way_is_the_last_event(open_engine: Any, open_server: Any, path: str) -> None:
+async def test_a_failure_on_the_way_is_the_last_event(open_engine: Any, open_server: Any, anthropic: Any, path: str) -> None:
     """In the form of the route's API: the vendors' own clients raise for it."""
 
     async def fail(claim: shmring.Claim) -> None:

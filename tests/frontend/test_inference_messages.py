@@ -32,9 +32,6 @@ from tests.frontend.talking import (
     say,
     think_and_call,
 )
-from tests.lazily import lazily
-
-anthropic = lazily("anthropic")
 
 OpenApp = Callable[..., Awaitable[httpx.AsyncClient]]
 
@@ -73,7 +70,9 @@ async def events_of(talk: Talk, **fields: Any) -> list[Any]:
 
 @functools.cache
 def _event() -> TypeAdapter[Any]:
-    return TypeAdapter(anthropic.types.RawMessageStreamEvent)
+    from anthropic.types import RawMessageStreamEvent
+
+    return TypeAdapter(RawMessageStreamEvent)
 
 
 def built(events: list[Any]) -> Any:
@@ -111,7 +110,7 @@ def shape_of(answer: dict[str, Any]) -> Any:
 # -- answers ----------------------------------------------------------------------------------------------------------------
 
 
-async def test_an_answer_comes_whole(open_talk: OpenTalk) -> None:
+async def test_an_answer_comes_whole(open_talk: OpenTalk, anthropic: Any) -> None:
     talk = await open_talk(say)
     response = await talk.send(f"{PATH}?beta=true", BODY, headers={"anthropic-version": "2023-06-01"})
     answer = response.json()
@@ -146,7 +145,7 @@ async def test_a_stream_has_the_events_of_the_api(open_talk: OpenTalk) -> None:
     assert shape_of(built(events)) == shape_of(await talk.ask(PATH, BODY))
 
 
-async def test_reasoning_text_and_calls_are_blocks(open_talk: OpenTalk) -> None:
+async def test_reasoning_text_and_calls_are_blocks(open_talk: OpenTalk, anthropic: Any) -> None:
     talk = await open_talk(think_and_call)
     answer = await talk.ask(PATH, BODY, tools=[TOOL, G])
     anthropic.types.Message.model_validate(answer, strict=True)
@@ -312,7 +311,7 @@ async def test_a_header_names_so_many_parts_that_were_ignored_at_most(open_talk:
     assert named == ", ".join(["unknown", *(f"messages[1].content[{index}]" for index in range(15))])
 
 
-async def test_tokens_are_counted_with_pictures(talk: Talk) -> None:
+async def test_tokens_are_counted_with_pictures(talk: Talk, anthropic: Any) -> None:
     body = {"model": "m", **of_user(picture_block()), "tools": [TOOL], "system": "Be brief."}
     response = await talk.send(COUNT, body)
     assert (response.status_code, response.json()) == (200, {"input_tokens": 3})
@@ -356,7 +355,7 @@ async def test_another_version_of_the_api_is_refused(talk: Talk) -> None:
     assert len(talk.requests) == 2
 
 
-async def test_errors_are_in_the_form_of_the_api_wherever_they_come_from(open_talk: OpenTalk) -> None:
+async def test_errors_are_in_the_form_of_the_api_wherever_they_come_from(open_talk: OpenTalk, anthropic: Any) -> None:
     http = (await open_talk(say, api_keys=("a-key",), max_body_nbytes=10_000)).http
     key = {"x-api-key": "a-key"}
     cases = [
@@ -415,7 +414,7 @@ async def weather(claim: shmring.Claim) -> None:
         await claim.reply(GenerateReply("", [3], 20, 3, "tool_calls", [call]))
 
 
-async def test_the_client_converses_with_tools_and_pictures(open_engine: Any, open_server: Any) -> None:
+async def test_the_client_converses_with_tools_and_pictures(open_engine: Any, open_server: Any, anthropic: Any) -> None:
     url = await open_server(await open_engine(weather, MODEL), api_keys=("a-key",))
     question = {"role": "user", "content": [picture_block(), {"type": "text", "text": "How is the weather there?"}]}
     asked: dict[str, Any] = {"model": "m", "max_tokens": 100, "tools": [TOOL], "system": "Be brief."}

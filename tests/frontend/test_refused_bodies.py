@@ -16,10 +16,7 @@ import pytest
 
 from shmring.engine.protocol import CAPABILITIES, InputSpec, ModelDescription, PictureSpec
 from tests.frontend.talking import LONG, MODEL, PLAIN_MODEL, TASKS, OpenTalk, Talk, model, picture_url
-from tests.lazily import lazily
 from tests.tables import for_each
-
-anthropic = lazily("anthropic")
 
 CHAT, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
 MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE = "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"
@@ -475,7 +472,9 @@ async def error_of(talk: Talk, route: str, fields: Any, *, stream: bool = False)
         response = await talk.send(route, {"stream": True, **body} if stream else body)
     answer = response.json()
     if route in (MESSAGES, COUNT_TOKENS):
-        anthropic.types.ErrorResponse.model_validate(answer, strict=True)
+        from anthropic.types import ErrorResponse  # here: see the fixture ``anthropic``
+
+        ErrorResponse.model_validate(answer, strict=True)
     else:
         assert (set(answer), set(answer["error"])) == ({"error"}, {"message", "type", "param", "code"})
     assert answer["error"]["type"] == (
