@@ -166,7 +166,7 @@ async def test_a_decoder_that_dies_costs_nobody_a_picture(pool: DecoderPool, man
     await decode(pool, "image", many_scans(1, 64))
     await eventually(lambda: len(children_of(nursery())) == 1)  # those of other tests have ended
     for kills_the_parent in (False, True):
-        decoding = [asyncio.create_task(decode(pool, "image", many_scans(40))) for _ in range(5)]
+        decoding = [asyncio.create_task(decode(pool, "image", many_scans(10))) for _ in range(5)]
         await eventually(lambda: pool.statistics().free == 0)
         victim = nursery() if kills_the_parent else children_of(nursery())[0]
         os.kill(victim, signal.SIGKILL)  # as a crash, or the kernel that needs memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
 from collections.abc import Callable
@@ -122,6 +123,20 @@ def test_pages_in_another_order_are_there(recording_of: Callable[..., bytes]) ->
     assert sound.duration_s == pytest.approx(8, abs=0.1)
 
 
+@pytest.fixture(scope="module")
+def part_of(recording_of: Callable[..., bytes]) -> Callable[[tuple[str, int, str], int], bytes]:
+    """``part_of(("flac", 44_100, "mono"), 1)``: the second of two parts of a recording, two seconds each."""
+
+    @functools.cache
+    def make(form: tuple[str, int, str], part: int) -> bytes:
+        codec, rate, layout = form
+        samples = chirp(rate, 4)[part * 2 * rate : (part + 1) * 2 * rate]
+        samples = np.stack([samples, samples]) if layout == "stereo" else samples
+        return recording_of(samples, rate, "ogg", codec, layout)
+
+    return make
+
+
 OTHERS = [("libopus", 48_000, "mono"), ("libopus", 48_000, "stereo"), ("flac", 44_100, "mono"), ("flac", 8_000, "stereo")]
 
 
@@ -129,13 +144,9 @@ OTHERS = [("libopus", 48_000, "mono"), ("libopus", 48_000, "stereo"), ("flac", 4
 @for_each("first", OTHERS)
 @for_each("second", OTHERS)
 def test_recordings_that_were_joined_are_heard_one_after_the_other(
-    recording_of: Callable[..., bytes], first: tuple[str, int, str], second: tuple[str, int, str], stream: bytes | None
+    part_of: Callable[..., bytes], first: tuple[str, int, str], second: tuple[str, int, str], stream: bytes | None
 ) -> None:
-    parts = []
-    for (codec, rate, layout), part in ((first, 0), (second, 1)):
-        samples = chirp(rate, 4)[part * 2 * rate : (part + 1) * 2 * rate]
-        samples = np.stack([samples, samples]) if layout == "stereo" else samples
-        parts.append(recording_of(samples, rate, "ogg", codec, layout))
+    parts = [part_of(first, 0), part_of(second, 1)]
     if stream:
         parts[1] = b"".join(of_stream(pages(parts[1]), stream))
     samples, sound = decoded(b"".join(parts))
