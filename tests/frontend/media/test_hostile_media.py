@@ -48,7 +48,7 @@ MAX_NBYTES = 100 << 20
 def load(data: bytes, kind: Kind) -> tuple[int, ...]:
     """Does what the loader's threads do; returns the shape of what came out."""
     if kind == "image":
-        picture = image.probe(data, LIMITS.picture, 250_000)
+        picture = image.probe(data, LIMITS, 250_000)
         pixels = np.empty(picture.shape, np.uint8)
         image.decode_into(data, picture, pixels)
         return pixels.shape
