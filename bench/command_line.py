@@ -22,7 +22,7 @@ from bench.children import BenchError, on_uvloop
 from bench.columns import READING
 from bench.machine import ROOT, Machine
 from bench.plan import Plan, Runs
-from bench.results import Coverage, Findings, Table, write_json
+from bench.results import Findings, Table, write_json
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
@@ -136,16 +136,11 @@ def show(findings: Findings) -> None:
         stdout.print(Table("targets", columns, rows, texts=tuple(columns)).rich())
     if findings.coverage is not None:
         if not findings.coverage.complete:
-            stdout.print(gaps_table(findings.coverage).rich())
+            stdout.print(findings.coverage.table().rich())
         stdout.print(f"{findings.coverage.summary()}.", highlight=False)
     if (machine := findings.machine) is not None:
         where = f"{machine.cpu}, {machine.cores} cores, {machine.memory_nbytes / 2**30:.0f} GiB; {machine.software}"
         stdout.print(f"{where}; shmring {machine.shmring}, commit {machine.commit}", highlight=False)
-
-
-def gaps_table(coverage: Coverage) -> Table:
-    columns = ["case", "without", "what became of it"]
-    return Table("missing", columns, list(coverage.lines()), texts=tuple(columns))
 
 
 def conclude(findings: Findings) -> None:

@@ -18,7 +18,6 @@ import msgspec
 
 from bench import plots
 from bench.columns import READING
-from bench.command_line import gaps_table
 from bench.machine import ROOT, Machine
 from bench.results import Findings, Table, Verdict, format_nbytes
 from bench.transport import Stored
@@ -236,9 +235,7 @@ def runs_table(stored: _Results) -> Table:
 
 
 def _summary(stored: _Results) -> str:
-    modes = dict.fromkeys(findings.mode for findings in stored.values())
-    of_modes = ({name: each for name, each in stored.items() if each.mode == mode} for mode in modes)
-    verdicts = [verdict for results in of_modes for verdict, _ in _said_once(results)]
+    verdicts = [verdict for verdict, _ in _said_once(stored)]
     missed = [verdict for verdict in verdicts if not verdict.met]
     explained = sum(not verdict.fails for verdict in missed)
     return (
@@ -280,7 +277,7 @@ def _section(mode: str, results: _Results, machines: _Machines) -> Iterator[str]
             yield "The plan of this result is not known, so something may be missing.\n"
         elif not findings.coverage.complete:
             yield f"Not measured: {findings.coverage.summary()}.\n"
-            yield gaps_table(findings.coverage).markdown()
+            yield findings.coverage.table().markdown()
 
 
 def _shown(table: Table, words: Sequence[str], left: list[str]) -> Table | None:
@@ -313,13 +310,13 @@ def _shortened(rows: list[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
 
 
 def _said_once(results: _Results) -> list[tuple[Verdict, Findings]]:
-    """Of each target what was measured last; what was not measured is no claim."""
-    found: dict[tuple[str, str], tuple[Verdict, Findings]] = {}
+    """Of each target of a mode what was measured last; what was not measured is no claim."""
+    found: dict[tuple[str, str, str], tuple[Verdict, Findings]] = {}
     for findings in results.values():
         for verdict in findings.targets:
-            before = found.get((verdict.what, verdict.at))
+            before = found.get(key := (findings.mode, verdict.what, verdict.at))
             if verdict.met is not None and (before is None or _day(before[1]) <= _day(findings)):
-                found[verdict.what, verdict.at] = verdict, findings
+                found[key] = verdict, findings
     return list(found.values())
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,9 @@ class Coverage(msgspec.Struct, frozen=True):
         in_cases = f"{cases} case{'s' * (cases > 1)}"
         return f"{count - len(self.gaps)} of {count} measurements in {in_cases}{rest}"
 
-    def lines(self) -> Iterator[tuple[str, str, str]]:
-        """Yields rows: the cases that lack a subject for the same reason, the subject, and what became of it."""
+    def table(self) -> Table:
+        """Returns the gaps: the cases that lack a subject for the same reason, the subject, and what became of it."""
+        columns, rows = ["case", "without", "what became of it"], []
         lacking: dict[tuple[str, str], list[str]] = {}
         for gap in self.gaps:
             outcome = f"{gap.status.value}: {gap.reason}" if gap.reason else gap.status.value
@@ -78,7 +79,8 @@ class Coverage(msgspec.Struct, frozen=True):
             lacking.setdefault((gap.subject, outcome), []).append(gap.case)
         all_cases = {planned.case for planned in self.planned}
         for (subject, outcome), cases in lacking.items():
-            yield "all" if 1 < len(all_cases) == len(cases) else "; ".join(cases), subject, outcome
+            rows.append(("all" if 1 < len(all_cases) == len(cases) else "; ".join(cases), subject, outcome))
+        return Table("missing", columns, rows, texts=tuple(columns))
 
 
 # -- what is stored and shown ------------------------------------------------------------------------------------------

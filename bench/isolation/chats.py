@@ -17,8 +17,6 @@ import torch
 
 from bench.isolation.attacks import CHATS, NUMBER, Attack
 
-__all__ = ["CHAT_ATTACKS", "MODEL", "small_chat", "write_model"]
-
 MODEL = "shmring-large-vocabulary"
 _VOCABULARY = 150_000
 _CONTEXT = 16_384

@@ -23,7 +23,7 @@ def test_what_has_fewer_repetitions_than_planned_is_a_gap() -> None:
     assert coverage.planned == [Planned("small", ["ours", "theirs"], 3), Planned("large", ["ours"], 3)]
     assert coverage.gaps == [Gap("small", "theirs", 1, Status.FAILED, "it died"), Gap("large", "ours", 0, Status.MISSING)]
     assert coverage.summary() == "1 of 3 measurements in 2 cases, 1 failed, 1 missing"
-    assert list(coverage.lines()) == [
+    assert coverage.table().rows == [
         ("small", "theirs", "failed: it died; 1 repetitions are there"),
         ("large", "ours", "missing"),
     ]
@@ -33,5 +33,5 @@ def test_what_has_fewer_repetitions_than_planned_is_a_gap() -> None:
 
 def test_cases_that_lack_the_same_share_a_row() -> None:
     runs = runs_of({"x": ["a", "b"], "y": ["a", "b"], "z": ["b"]}, {"z": {"b": 1}})
-    assert list(runs.coverage().lines()) == [("x; y", "a", "missing"), ("x; y", "b", "missing")]
-    assert list(runs_of({"x": ["a"], "y": ["a"]}, {}).coverage().lines()) == [("all", "a", "missing")]
+    assert runs.coverage().table().rows == [("x; y", "a", "missing"), ("x; y", "b", "missing")]
+    assert runs_of({"x": ["a"], "y": ["a"]}, {}).coverage().table().rows == [("all", "a", "missing")]
