@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Awaitable, Callable, MutableSequence, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -93,6 +94,10 @@ class Cell(Case, frozen=True, kw_only=True):
     def shape(self) -> tuple[int]:
         """Of a message's tensor."""
         return (self.nbytes // self.torch_dtype.itemsize,)
+
+    def path(self, name: str) -> Path:
+        """Returns a path in the directory."""
+        return Path(self.directory, name)
 
 
 class Header(NamedTuple):

@@ -32,7 +32,6 @@ import math
 import secrets
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.context import SpawnContext
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -46,6 +45,7 @@ _ALIGNMENT = 64  # bytes: a cache line; copies into memory that is not aligned s
 _BATCH_NBYTES, _MAX_BATCH = 4 << 20, 64  # bytes, and messages, that are taken at a time
 _MAX_DIMENSIONS = 8  # of a tensor; no model's input has more
 _DTYPES = tuple(DTYPES.values())
+_ROOT = "iceoryx2"  # the directory of its sockets
 
 
 class _UserHeader(ctypes.Structure):
@@ -176,7 +176,7 @@ def _open(cell: Cell, prefix: str) -> tuple[Any, Any, Any, Any]:
     iceoryx2: Any = importlib.import_module("iceoryx2")
     iceoryx2.set_log_level(iceoryx2.LogLevel.Error)
     config = iceoryx2.config.default()
-    config.global_cfg.root_path = iceoryx2.Path.new(str(_root(cell)))
+    config.global_cfg.root_path = iceoryx2.Path.new(str(cell.path(_ROOT)))
     config.global_cfg.prefix = iceoryx2.FileName.new(prefix)
     builder = iceoryx2.NodeBuilder.new().config(config).signal_handling_mode(iceoryx2.SignalHandlingMode.Disabled)
     node = builder.create(iceoryx2.ServiceType.Ipc)
@@ -190,14 +190,10 @@ def _open(cell: Cell, prefix: str) -> tuple[Any, Any, Any, Any]:
     return iceoryx2, node, tensors.open_or_create(), arrivals.open_or_create()
 
 
-def _root(cell: Cell) -> Path:
-    return Path(cell.directory, "iceoryx2")
-
-
 def _descriptor(cell: Cell) -> int:
     """Returns the listener's descriptor: that of this process's one socket which is bound in iceoryx2's directory."""
     for connection in psutil.Process().net_connections("unix"):
-        if str(connection.laddr).startswith(f"{_root(cell)}/"):
+        if str(connection.laddr).startswith(f"{cell.path(_ROOT)}/"):
             return int(connection.fd)
     raise RuntimeError("this version of iceoryx2 has listeners without a socket: the adapter must wait in another way")
 

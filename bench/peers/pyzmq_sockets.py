@@ -23,7 +23,6 @@ import contextlib
 import importlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,12 +35,9 @@ from bench.questions import Desk
 
 _REQUEST_THREADS = 2  # of ZMQ
 _REQUEST_DTYPE = "float32"
+_SOCKET = "pyzmq.sock"
 
 _decoder = msgspec.msgpack.Decoder(Description)
-
-
-def _path(cell: Cell) -> Path:
-    return Path(cell.directory, "pyzmq.sock")
 
 
 @contextlib.contextmanager
@@ -69,7 +65,7 @@ class PyzmqMultipart(WindowedPeer):
     @contextlib.asynccontextmanager
     async def sending(self, cell: Cell, own: Any, source: Source) -> AsyncIterator[Send]:
         with importlib.import_module("zmq").Context() as context, _socket(context, "PUSH") as socket:
-            socket.connect(f"ipc://{_path(cell)}")
+            socket.connect(f"ipc://{cell.path(_SOCKET)}")
             contents = itertools.cycle(_contents(cell, source, socket.copy_threshold))
 
             def send() -> None:
@@ -86,7 +82,7 @@ class PyzmqMultipart(WindowedPeer):
             await asyncio.to_thread(_receive, context, cell, intake, lambda: loop.call_soon_threadsafe(listening))
         finally:
             context.term()  # a thread that still receives gets an error, and closes its socket; this waits for that
-            _path(cell).unlink(missing_ok=True)
+            cell.path(_SOCKET).unlink(missing_ok=True)
 
 
 def _contents(cell: Cell, source: Source, copy_threshold: int) -> list[tuple[torch.Tensor | None, memoryview]]:
@@ -99,7 +95,7 @@ def _contents(cell: Cell, source: Source, copy_threshold: int) -> list[tuple[tor
 
 def _receive(context: Any, cell: Cell, intake: Intake, listening: Callable[[], object]) -> None:
     with _socket(context, "PULL") as socket:
-        socket.bind(f"ipc://{_path(cell)}")
+        socket.bind(f"ipc://{cell.path(_SOCKET)}")
         listening()
         last = False
         while not last:
@@ -119,7 +115,7 @@ class PyzmqRequest(RequestPeer):
     async def serve(self, cell: Cell, desk: Desk, listening: Callable[[], None]) -> None:
         with _awaitable_socket("ROUTER") as router:
             try:
-                router.bind(f"ipc://{_path(cell)}")
+                router.bind(f"ipc://{cell.path(_SOCKET)}")
                 listening()
                 while True:
                     identity, *frames = await router.recv_multipart(copy=False)
@@ -128,12 +124,12 @@ class PyzmqRequest(RequestPeer):
                     del tensor, frames
                     await router.send_multipart([identity, *_pack(header, reply)], copy=False)
             finally:
-                _path(cell).unlink(missing_ok=True)
+                cell.path(_SOCKET).unlink(missing_ok=True)
 
     @contextlib.asynccontextmanager
     async def connect(self, cell: Cell) -> AsyncIterator[Ask]:
         with _awaitable_socket("DEALER") as dealer:
-            dealer.connect(f"ipc://{_path(cell)}")
+            dealer.connect(f"ipc://{cell.path(_SOCKET)}")
             pending = Pending(lambda header, tensor: dealer.send_multipart(_pack(header, tensor), copy=False))
             reading = asyncio.create_task(_read(dealer, pending))
             try:

@@ -227,7 +227,7 @@ class SpinningRing(Peer):
     lane: ClassVar[type[_Lane]] = _Lane
 
     async def produce(self, cell: Cell, shared: Any, source: Source) -> None:
-        lane = self.lane(cell, _mapped(self._path(cell, source.producer), self.lane.nbytes(cell)))
+        lane = self.lane(cell, _mapped(cell.path(f"{self.name}-{source.producer}"), self.lane.nbytes(cell)))
 
         def write(spinning: _Spinning) -> None:
             while not source.finished:
@@ -241,7 +241,7 @@ class SpinningRing(Peer):
         with contextlib.ExitStack() as stack:
             lanes = []
             for producer in range(cell.producers):
-                memory = stack.enter_context(_offered(self._path(cell, producer), self.lane.nbytes(cell)))
+                memory = stack.enter_context(_offered(cell.path(f"{self.name}-{producer}"), self.lane.nbytes(cell)))
                 lanes.append(self.lane(cell, memory))
 
             def read(spinning: _Spinning) -> None:
@@ -254,9 +254,6 @@ class SpinningRing(Peer):
 
             listening()
             await _on_a_thread(read)
-
-    def _path(self, cell: Cell, producer: int) -> Path:
-        return Path(cell.directory, f"{self.name}-{producer}")
 
 
 class SpinningArena(SpinningRing):

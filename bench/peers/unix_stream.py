@@ -173,10 +173,6 @@ async def served(path: Path, take: Callable[[Messages, memoryview], bool], liste
         path.unlink(missing_ok=True)  # noqa: ASYNC240 # a name in a directory of our own is gone at once
 
 
-def _path(cell: Cell, name: str) -> Path:
-    return Path(cell.directory, f"{name}.sock")
-
-
 # -- streams -------------------------------------------------------------------------------------------------------------
 
 
@@ -194,7 +190,7 @@ class SocketPeer(WindowedPeer):
     @contextlib.asynccontextmanager
     async def sending(self, cell: Cell, own: Any, source: Source) -> AsyncIterator[Send]:
         end = Messages(lambda body: None)  # of which none comes
-        async with dialled(_path(cell, self.name), end):
+        async with dialled(cell.path(f"{self.name}.sock"), end):
             yield lambda: end.send_paced(self.encode(cell, own, source))
 
     async def receive(self, cell: Cell, own: Any, intake: Intake, listening: Callable[[], None]) -> None:
@@ -203,7 +199,7 @@ class SocketPeer(WindowedPeer):
             intake.acknowledge(header)
             return last
 
-        await served(_path(cell, self.name), take, listening)
+        await served(cell.path(f"{self.name}.sock"), take, listening)
 
 
 # -- inline msgpack ----------------------------------------------------------------------------------------------------
@@ -242,7 +238,7 @@ class InlineRequest(RequestPeer):
             end.send(_encoded(message.header, desk.answer(message.header, message.tensor(message.content))))
             return False
 
-        await served(_path(cell, self.name), take, listening)
+        await served(cell.path(f"{self.name}.sock"), take, listening)
 
     @contextlib.asynccontextmanager
     async def connect(self, cell: Cell) -> AsyncIterator[Ask]:
@@ -252,7 +248,7 @@ class InlineRequest(RequestPeer):
 
         pending = Pending(lambda header, tensor: end.send_paced(_encoded(header, tensor)))
         end = Messages(received, pending.fail)
-        async with dialled(_path(cell, self.name), end):
+        async with dialled(cell.path(f"{self.name}.sock"), end):
             yield pending.ask
 
 
