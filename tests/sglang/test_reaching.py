@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -19,6 +18,7 @@ from shmring.integrations.sglang.ends import Ends
 from shmring.integrations.sglang.scheduler import Owner
 from shmring.integrations.sglang.settings import Settings
 from shmring.integrations.sglang.tokenizer import Sender
+from tests.nursery import Nursery
 from tests.sessions import session_of
 from tests.sglang.test_exchange import MB, Process, encode, picture, reasons, until
 
@@ -68,25 +68,31 @@ def sender_of(process: Process) -> Sender:
     return process.ends.sender
 
 
-def own_until_told(pipe: Any, directory: str) -> None:
-    os.environ["XDG_RUNTIME_DIR"] = directory
-    owner = Owner(SETTINGS, 0, 0)
-    pipe.send("there")
-    pipe.recv()
+OWNS_UNTIL_TOLD = """if True:
+    import os, signal, sys
+    from shmring.integrations.sglang.scheduler import Owner
+    from shmring.integrations.sglang.settings import Settings
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    os.environ["XDG_RUNTIME_DIR"] = sys.argv[1]
+    owner = Owner(Settings(slab_nbytes=int(sys.argv[2]), name=sys.argv[3]), 0, 0)
+    print("there", flush=True)
+    signal.sigwait([signal.SIGTERM])
     owner.close()
+"""
 
 
 async def test_a_scheduler_that_is_stopped_while_it_is_connected_to_is_reached_when_it_goes_on(
-    tokenizer_of: Callable[[Settings], Process], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    nursery: Nursery,
+    tmp_path: Path,
+    tokenizer_of: Callable[[Settings], Process],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shmring.integrations.sglang.tokenizer._CONNECT_S", 0.5)
-    context = multiprocessing.get_context("spawn")
-    mine, other = context.Pipe()
-    child = context.Process(target=own_until_told, args=(other, os.environ["XDG_RUNTIME_DIR"]), daemon=True)
-    child.start()
-    assert await asyncio.to_thread(mine.recv) == "there"
-    assert child.pid is not None
-    os.kill(child.pid, signal.SIGSTOP)
+    ring = (os.environ["XDG_RUNTIME_DIR"], str(SETTINGS.slab_nbytes), SETTINGS.name)
+    child = nursery.start_text(tmp_path / "output", OWNS_UNTIL_TOLD, *ring)
+    assert await child.said() == ["there"]
+    child.signal(signal.SIGSTOP)
     process = tokenizer_of(SETTINGS)
     sender = sender_of(process)
     sender.connect()
@@ -96,12 +102,12 @@ async def test_a_scheduler_that_is_stopped_while_it_is_connected_to_is_reached_w
     with pytest.raises(OSError, match="engine"):
         process.pointer(picture())
     assert reasons(sender) == {"connecting": 1, "engine": 1}
-    os.kill(child.pid, signal.SIGCONT)
+    child.signal(signal.SIGCONT)
     await until(lambda: sender.is_connected(0))
     assert process.pointer(picture()) is not None
     assert (caplog.text.count(INLINE), caplog.text.count(AGAIN)) == (1, 1)
-    mine.send(None)
-    await asyncio.to_thread(child.join, 60)
+    child.signal(signal.SIGTERM)
+    await child.died()
 
 
 async def test_a_connection_that_is_lost_is_made_again_with_the_next_request(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import multiprocessing
 import os
 import signal
 import threading
@@ -26,6 +25,7 @@ from shmring.integrations.vllm.engine_ring import EngineRing
 from shmring.integrations.vllm.frontend import AsyncFrontend, SyncFrontend
 from shmring.integrations.vllm.link import AsyncLink, Where, client_config
 from shmring.integrations.vllm.workers import Queues
+from tests.nursery import Nursery
 from tests.sessions import session_of
 from tests.vllm.test_exchange import ENGINE, Exchange, Stream, described, picture, request_with, settings
 from tests.waiting import eventually, until
@@ -129,25 +129,26 @@ def test_a_ring_is_the_one_that_was_meant() -> None:
 # -- an engine core that keeps silent ---------------------------------------------------------------------------------------
 
 
-def serve_until_told(pipe: Any, directory: str) -> None:
-    os.environ["XDG_RUNTIME_DIR"] = directory
+SERVES_UNTIL_TOLD = """if True:
+    import os, signal, sys
+    from shmring.integrations.vllm.engine import Receiver
+    from tests.vllm.test_exchange import settings
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    os.environ["XDG_RUNTIME_DIR"] = sys.argv[1]
     receiver = Receiver(settings(), 0, copies=False, pin="off")
-    pipe.send(receiver.where())
-    pipe.recv()
+    print(*receiver.where(), flush=True)
+    signal.sigwait([signal.SIGTERM])
     receiver.close()
+"""
 
 
 async def test_an_engine_core_that_is_stopped_while_it_is_connected_to_is_reached_when_it_goes_on(
-    begin: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    nursery: Nursery, tmp_path: Path, begin: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmring.integrations.vllm.link._CONNECT_S", 0.5)
-    context = multiprocessing.get_context("spawn")
-    mine, other = context.Pipe()
-    process = context.Process(target=serve_until_told, args=(other, os.environ["XDG_RUNTIME_DIR"]), daemon=True)
-    process.start()
-    where = Where.of(await asyncio.to_thread(mine.recv))
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
+    core = nursery.start_text(tmp_path / "output", SERVES_UNTIL_TOLD, os.environ["XDG_RUNTIME_DIR"])
+    where = Where.of(await core.said())
+    core.signal(signal.SIGSTOP)
 
     async def find(_: bytes) -> Where:
         return where
@@ -157,13 +158,13 @@ async def test_an_engine_core_that_is_stopped_while_it_is_connected_to_is_reache
     await eventually(lambda: link_of(exchange).reason == "engine", 300)
     await goes_inline(exchange)
     assert exchange.counts() == {"inline connecting": 1, "inline engine": 1}
-    os.kill(process.pid, signal.SIGCONT)
+    core.signal(signal.SIGCONT)
     await eventually(lambda: link_of(exchange).is_connected, 300)
     await exchange.send(picture())
     assert exchange.counts()["copied"] == 1
     assert (caplog.text.count(INLINE), caplog.text.count(AGAIN)) == (1, 1)
-    mine.send(None)
-    await asyncio.to_thread(process.join, 60)
+    core.signal(signal.SIGTERM)
+    await core.died()
 
 
 async def test_an_engine_core_that_does_not_say_how_it_is_is_asked_again(
