@@ -39,7 +39,6 @@ ROUTES = {
     "POST /v1/responses": "`n` and `max_tokens` are of chats",
     "GET /v1/responses/{response_id}": "whole; for `--response-lifetime`, within `--response-store-nbytes`, and for its caller "
     "alone. `DELETE` forgets it; `/input_items` lists its input",
-    "POST /v1/responses/{response_id}/cancel": "refused, as nothing goes on in the background",
     "POST /v1/messages": "as Anthropic's API: a picture is a block `image`; the server runs no tools of its own",
     "POST /v1/messages/count_tokens": "with a model; pictures count as well",
     "POST /v1/audio/transcriptions": "with a Whisper model; streams are OpenAI's",
@@ -64,6 +63,9 @@ ROUTES = {
     "POST /v2/rerank": "as `/rerank`",
     "POST /v1/embeddings": "one embedding for each part ([decision 11](decisions/0011-an-embedding-for-each-part.md))",
 }
+
+#: Routes of vLLM that are here and always refuse.
+REFUSED_ROUTES = {"POST /v1/responses/{response_id}/cancel": "a 400, as nothing goes on in the background"}
 
 #: Routes of vLLM that are not here, with what does the same.
 MISSING_ROUTES = {
@@ -475,8 +477,8 @@ FIELDS = {
         named={},
         notes=_SPEECH_NOTES
         | {
-            "timestamp_granularities[]": "of `verbose_json`; `word` with `--executor transformers`, if the model names its "
-            "`alignment_heads`"
+            "timestamp_granularities[]": "of `verbose_json`: `segment` is the default; `word` works with `--executor "
+            "transformers`, if the model names its `alignment_heads`"
         },
         beside={"timestamp_granularities[]": {"response_format": "verbose_json"}, "stream_include_usage": {"stream": "true"}},
     ),
@@ -643,6 +645,7 @@ def make_page() -> str:
     by_hand, heading, _ = PAGE.read_text().partition("## Routes\n")
     assert heading
     here = [(f"`{route}`", "works", note) for route, note in ROUTES.items()]
+    here += [(f"`{route}`", "refused", note) for route, note in REFUSED_ROUTES.items()]
     missing = [(f"`{route}`", "not there", note) for route, note in MISSING_ROUTES.items()]
     sections = [f"{by_hand}## Routes\n\n{_table('route', here + missing)}"]
     there = [(f"`{option}`", "works", note) for option, note in sorted(OPTIONS.items())]
