@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import re
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from core_interface import digest
-from tests.installing import Progress, _python_here, fitting_wheel, install, news, requirements
+from tests.installing import LARGE, Progress, _python_here, fitting_wheel, install, news, requirements
 from tests.tables import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +82,12 @@ def test_a_demonstration_needs_no_tools_of_tests() -> None:
     assert {"torch", "starlette", "openai"} <= names
     assert not names & {"playwright", "kubernetes-validate", "mypy", "pytest", "transformers", "matplotlib"}
     assert set(requirements("demo")) < set(requirements("test"))
+
+
+def test_bytecode_is_made_of_what_tests_need() -> None:
+    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements("test")}
+    assert {name.partition(".")[0] for name in LARGE} <= names
+    assert all(importlib.util.find_spec(name) for name in LARGE)
 
 
 def test_a_wheel_is_taken_where_it_is_of_these_very_sources(tmp_path: Path) -> None:
