@@ -867,20 +867,17 @@ cdef class EngineEnd:
     # -- replies -----------------------------------------------------------------------------------------------------
 
     cpdef Packed pack_reply(self, BaseClaim claim, object payload):
-        """Encodes a reply.
+        """Encodes a reply. The payload's own code may end the request: who sends it looks at that again.
 
         Raises:
-            AbortedError, LocalProtocolError: the request has ended; it may be the payload's own code that has ended it.
+            AbortedError, LocalProtocolError: the request has ended.
             TypeError, CapacityError: the payload can't be sent.
             ClosedError: the ring may not be used here.
         """
-        cdef Packed packed
         self.check_running(claim)
         if not self.is_usable():
             raise self.home.closed_error()
-        packed = self._packer.pack(payload, self._inline_nbytes, self._record_nbytes)
-        self.check_running(claim)  # the payload's own code may have ended it
-        return packed
+        return self._packer.pack(payload, self._inline_nbytes, self._record_nbytes)
 
     cdef bint reply_now(self, BaseClaim claim, Packed reply, bint is_last, bint copies_long) except -1:
         """Sends a reply to another process, if that needs no waiting; returns whether it did.

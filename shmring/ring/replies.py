@@ -78,7 +78,7 @@ class Replies:
         frontend = self._end.frontend_of(claim)
         link = link_of(frontend, claim)
         try:
-            self._end.check_running(claim)  # it may have been aborted while the last reply released its slots
+            self._end.check_running(claim)  # the payload's code may have ended it, or the last reply, which released its slots
             if frontend.is_local:
                 await self._copier.copy(packed, self._slab.mapping, _own_content(packed))
             slot = await self._acquire(claim, packed.slot_nbytes) if packed.slot_nbytes and not frontend.is_local else None
