@@ -2,8 +2,9 @@
 
 All are spawned (not forked), run uvloop, live for all cells and sleep in a read of their control pipe between cells. A cell is
 a fresh event loop, fresh connections and a fresh slab in each. Every wait of the parent is bounded and also ends with the
-children; a group that failed in any way is killed as a whole, since nobody knows what state it is in. The children leave
-Ctrl-C to the parent, and end by themselves when it is gone.
+children. A group is killed as a whole: when it is over, since a child between two cells has nothing to put in order; and when
+it has failed in any way, since nobody knows what state it is in. The children leave Ctrl-C to the parent, and end by
+themselves when it is gone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import uvloop
 
 _START_LIMIT_S = 180.0  # for a process to import torch, on a machine where several do, or that does much else
-_GRACE_S = 5.0  # for a process to end by itself, or to report its own timeout
+_GRACE_S = 5.0  # for a process that has died to be gone, or for one to report its own timeout
 _SECOND_REPORT_S = 1.0  # for the other processes to say what they saw of a failure
 
 _Result = TypeVar("_Result")
@@ -134,18 +135,6 @@ class Children:
                         errors[other] = later.message
         return "; ".join(f"the {child.name} failed: {errors[child]}" for child in self.children if child in errors)
 
-    def close(self) -> None:
-        """Ends all processes: in order if they are idle, else by force. Twice is once."""
-        if self._ended:
-            return
-        deadline = time.monotonic() + _GRACE_S
-        for child in self.children:
-            with contextlib.suppress(OSError):  # it is dead
-                child.control.send(None)
-        for child in self.children:
-            child.process.join(_until(deadline))
-        self.kill()
-
     def kill(self) -> None:
         """Ends all processes at once. Twice is once."""
         if self._ended:
@@ -157,11 +146,8 @@ class Children:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.kill()
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
 
 
 def _until(deadline: float) -> float:
@@ -210,8 +196,8 @@ def _run(play: Play, control: Connection) -> None:
     settle()
     with contextlib.suppress(EOFError, ConnectionError, asyncio.CancelledError):  # the parent has gone
         control.send("ready")
-        while (cell := control.recv()) is not None:
-            control.send(play_cell(play, control, cell))
+        while True:
+            control.send(play_cell(play, control, control.recv()))
 
 
 def settle() -> None:

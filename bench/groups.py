@@ -118,7 +118,7 @@ class Groups:
                 else:
                     needed.setdefault((name, case.producers), []).append(case)
         for key in self._groups.keys() - needed.keys():
-            self._groups.pop(key).close()
+            self._groups.pop(key).kill()
         room = psutil.virtual_memory().available // _PROCESS_NBYTES
         new = [key for key in needed if key not in self._groups]
         for name, ends in new:
@@ -157,13 +157,10 @@ class Groups:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         with self._directory:
             for group in self._groups.values():
-                if kind is None:
-                    group.close()
-                else:
-                    group.kill()
+                group.kill()
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------

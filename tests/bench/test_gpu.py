@@ -124,8 +124,7 @@ class ChildThread:
     def _run(play: Callable[[Any, Any], Any], control: Any) -> None:
         with control, contextlib.suppress(EOFError, OSError, asyncio.CancelledError):
             control.send("ready")
-            if (cell := control.recv()) is not None:
-                control.send(play_cell(play, control, cell))
+            control.send(play_cell(play, control, control.recv()))
 
     def kill(self) -> None:
         self.control.close()  # which ends it, wherever it is: nothing is left for it to do

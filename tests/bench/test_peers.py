@@ -94,7 +94,7 @@ def test_checked_messages_arrive_and_nothing_is_left(open_group: Callable[[str],
         assert [cost.messages > now.window for cost in measurement.producers] == [True] * producers
         mapped |= segments(group)
         assert not any("bench-spinning-ring" in line for line in maps(group)), "rings are unmapped after a cell"
-    group.close()
+    group.kill()
     assert [path for path in mapped if path.exists()] == []
     assert traces(group) == []
 

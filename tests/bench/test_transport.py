@@ -84,10 +84,8 @@ class Pretended:
         latencies = np.full(10, 1000, np.int64)
         return Measurement(10, 10 / self.speeds[self.name], latencies, (cost,), (cost,) * self.producers)
 
-    def close(self) -> None:
+    def kill(self) -> None:
         pass
-
-    kill = close
 
 
 @pytest.fixture
@@ -167,7 +165,7 @@ def test_a_peer_that_is_missing_or_can_not_is_reported(pretended: type[Pretended
     monkeypatch.setattr(PEERS["torch-queue"], "requires", "no-such-distribution", raising=False)
     monkeypatch.setattr(PEERS["inline-msgpack"], "limits", lambda cell: "too large" if cell.nbytes > 4096 else None)
     runs = measured(4096, 8192)
-    assert list(runs.coverage().lines()) == [
+    assert runs.coverage().table().rows == [
         ("all", "torch-queue", "not possible: not installed: pip install no-such-distribution"),
         (Case(8192).title, "inline-msgpack", "not possible: too large"),
     ]
