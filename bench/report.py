@@ -122,7 +122,10 @@ class Budget(msgspec.Struct, frozen=True):
 
     def parts(self) -> Iterator[str]:
         commit = f"`{self.beside[:8]}`"
-        rest = "; older ones say what was true at theirs.\n"
+        rest = (
+            f" (`git merge-base --is-ancestor {self.beside[:8]} COMMIT` succeeds for these);"
+            " older ones say what was true at theirs.\n"
+        )
         if not self.allowed:
             yield f"Nothing was allowed to grow since {commit}. So claims of that commit and of later ones are carried{rest}"
             return
