@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
-import torch
 
 import shmring
 from shmring.engine.protocol import (
@@ -30,7 +29,7 @@ from shmring.engine.protocol import (
 from shmring.service.distributions import Distribution
 from shmring.service.tracing import current_headers
 
-__all__ = ["EncodeOutput", "EngineClient", "EngineState", "MediaMemory"]
+__all__ = ["EngineClient", "EngineState", "MediaMemory"]
 
 #: How an engine is. ``"unhealthy"`` is what it says of itself; one that is ``"down"`` is not attached.
 EngineState: TypeAlias = Literal["running", "paused", "unhealthy", "unresponsive", "down"]
@@ -39,22 +38,6 @@ _PAUSE_S = 1.0  # between attempts to hear of aborts
 _OTHERS_S = 0.25  # for the states of those that are slower than the first that is well: who asks may wait a second at most
 
 _Payload = TypeVar("_Payload", EncodeRequest, GenerateRequest)
-
-
-class EncodeOutput(msgspec.Struct):
-    """What :meth:`EngineClient.encode` yields.
-
-    Attributes:
-        request_id: the caller's name of the request.
-        embeddings: shape (inputs, embedding size), float32; the caller's own, not a view of the slab.
-        prompt_tokens: of the request.
-        finished: whether it is the last.
-    """
-
-    request_id: str
-    embeddings: torch.Tensor
-    prompt_tokens: int
-    finished: bool
 
 
 class MediaMemory:
@@ -340,8 +323,9 @@ class EngineClient:
 
     async def encode(
         self, request: EncodeRequest, *, request_id: str = "", timeout: float | None = None
-    ) -> AsyncGenerator[EncodeOutput, None]:
-        """Yields the embeddings of a request, many of them in parts. Arguments and errors are those of :meth:`generate`."""
+    ) -> AsyncGenerator[EncodeReply, None]:
+        """Yields the embeddings of a request, many of them in parts: the caller's own, and no views of the slab. Arguments and
+        errors are those of :meth:`generate`."""
         self._check_running()
         inputs = len(request.inputs)  # now: the list is its caller's, who may empty it once it is sent
         replies = self.ring.stream(
@@ -354,9 +338,8 @@ class EngineClient:
         async with aclosing(replies):
             async for reply in replies:
                 inputs -= len(reply.embeddings)
-                embeddings, prompt_tokens = reply.embeddings.clone(), reply.prompt_tokens
-                del reply  # its slot
-                yield EncodeOutput(request_id, embeddings, prompt_tokens, finished=not inputs)
+                reply.embeddings = reply.embeddings.clone()  # without its slot
+                yield reply
         if inputs:
             raise shmring.RemoteError("NoReply", f"the engine ended the request without {inputs} of its embeddings")
 
