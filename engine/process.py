@@ -22,7 +22,7 @@ from shmring.engine.core import EngineCore, ServerFacts
 from shmring.engine.executors import create_executor
 from shmring.engine.executors.interface import Executor, ExecutorDeadError, ExecutorOptions
 from shmring.engine.settings import EngineSettings, server_name
-from shmring.service.logs import ending, finish_logging
+from shmring.service.logs import ending, leave
 from shmring.service.supervision import Stop, SupervisorLink, seldom_look_for_garbage
 from shmring.service.tracing import start_tracing, stop_tracing
 
@@ -53,7 +53,7 @@ def run(settings: EngineSettings, link: SupervisorLink | None = None) -> NoRetur
         raise ending(f"shmring engine: {error}") from None
     finally:
         stop_tracing()
-    _leave()
+    leave()
 
 
 def _leave_cores_to_others(engines: int) -> None:
@@ -64,14 +64,6 @@ def _leave_cores_to_others(engines: int) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2 // engines))
-
-
-def _leave() -> NoReturn:
-    """Ends the process without unloading torch, which takes most of a second. Everything of ours is closed by now."""
-    try:
-        finish_logging()
-    finally:  # also where the log has failed
-        os._exit(0)
 
 
 async def _serve(settings: EngineSettings, link: SupervisorLink | None) -> None:
@@ -93,7 +85,7 @@ async def _load(settings: EngineSettings, stop: Stop) -> Executor | None:
     stopping = asyncio.ensure_future(stop.told.wait())
     await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
-        _leave()  # nothing is there to be closed, and a load can't be interrupted
+        leave()  # nothing is there to be closed, and a load can't be interrupted
     stopping.cancel()
     executor = loading.result()
     if stop.told.is_set():
@@ -160,6 +152,5 @@ def _give_up() -> None:
     """Ends the process though its thread does not; frontends learn of it by their pidfd, and the slab goes with us."""
     try:
         logger.critical("what the executor was doing did not end within %g s; giving up on it", _STOP_TIMEOUT_S)
-        finish_logging()
-    finally:  # also where the log has failed
-        os._exit(1)
+    finally:
+        leave(1)

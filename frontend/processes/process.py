@@ -28,7 +28,7 @@ from shmring.frontend.operator.number_files import DIRECTORY_VARIABLE
 from shmring.frontend.processes.malloc import make_malloc_return_memory
 from shmring.frontend.processes.server import Server
 from shmring.frontend.settings import ProcessSettings, frontend_name
-from shmring.service.logs import ending, finish_logging
+from shmring.service.logs import ending, leave
 from shmring.service.supervision import DRAIN_SIGNAL, SupervisorLink, seldom_look_for_garbage
 from shmring.service.tracing import start_tracing, stop_tracing
 
@@ -56,18 +56,7 @@ def run(settings: ProcessSettings, link: SupervisorLink | None = None) -> NoRetu
         raise ending(f"shmring frontend: {error}") from None
     finally:
         stop_tracing()
-    _leave()
-
-
-def _leave() -> NoReturn:
-    """Ends the process without unloading torch (half a second, and twice that on busy cores) and without waiting for threads.
-
-    Everything of ours is closed by now. A thread may still write to a slot; the engine takes that memory back when we are dead.
-    """
-    try:
-        finish_logging()
-    finally:  # also where the log has failed
-        os._exit(0)
+    leave()  # a thread may still write to a slot: the engine takes that memory back when we are dead
 
 
 async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None:

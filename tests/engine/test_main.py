@@ -66,7 +66,7 @@ def fail(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     def refuse() -> None:
         raise AssertionError("the engine was started")
 
-    monkeypatch.setattr("shmring.engine.process._leave", refuse)
+    monkeypatch.setattr("shmring.engine.process.leave", refuse)
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
 
@@ -243,8 +243,9 @@ async def test_it_can_be_ended_while_it_loads_its_executor(start: Start, tmp_pat
 
 GIVING_UP = """
 from shmring.engine import process
+from shmring.service import logs
 def fail(): raise ArithmeticError("the log is broken")
-process.finish_logging = fail
+logs.finish_logging = fail
 process._give_up()
 """
 
