@@ -111,20 +111,27 @@ class Text(msgspec.Struct, tag="text"):
     text: str | list[int]
 
 
-class Picture(msgspec.Struct, tag="picture"):
-    """A decoded picture: ``pixels`` of shape (height, width, 3), uint8, RGB.
+class PreparedMedium(msgspec.Struct, kw_only=True):
+    """What every medium has.
 
-    Of each medium, ``checksum`` is as :func:`checksum_of` says, and ``shortfall`` says what of its file was damaged or missing.
-    ``key`` is a hash of its file, and of how it was prepared: media with the same key are the same.
+    Attributes:
+        checksum: as :func:`checksum_of` says.
+        shortfall: what of its file was damaged or missing.
+        key: a hash of its file, and of how it was prepared: media with the same key are the same.
     """
 
-    pixels: torch.Tensor
     checksum: int | None = None
     shortfall: str | None = None
     key: str | None = None
 
 
-class Features(msgspec.Struct, tag="features"):
+class Picture(PreparedMedium, tag="picture"):
+    """A decoded picture: ``pixels`` of shape (height, width, 3), uint8, RGB."""
+
+    pixels: torch.Tensor
+
+
+class Features(PreparedMedium, tag="features"):
     """A picture as the model's image processor makes it: tensors in one piece of memory.
 
     Attributes:
@@ -134,9 +141,6 @@ class Features(msgspec.Struct, tag="features"):
 
     content: torch.Tensor
     layout: list[Feature]
-    checksum: int | None = None
-    shortfall: str | None = None
-    key: str | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns views of the content, by name."""
@@ -149,17 +153,14 @@ class Features(msgspec.Struct, tag="features"):
         return views
 
 
-class Waveform(msgspec.Struct, tag="waveform"):
+class Waveform(PreparedMedium, tag="waveform"):
     """A decoded recording: ``samples`` of shape (samples,), float32, mono, full scale is 1; ``sample_rate`` in Hz."""
 
     samples: torch.Tensor
     sample_rate: int
-    checksum: int | None = None
-    shortfall: str | None = None
-    key: str | None = None
 
 
-class Spectrogram(msgspec.Struct, tag="spectrogram"):
+class Spectrogram(PreparedMedium, tag="spectrogram"):
     """A recording as the ear hears it.
 
     Attributes:
@@ -170,12 +171,9 @@ class Spectrogram(msgspec.Struct, tag="spectrogram"):
 
     log_mel: torch.Tensor
     duration_s: float
-    checksum: int | None = None
-    shortfall: str | None = None
-    key: str | None = None
 
 
-class Video(msgspec.Struct, tag="video"):
+class Video(PreparedMedium, tag="video"):
     """Frames of a clip.
 
     Attributes:
@@ -187,9 +185,6 @@ class Video(msgspec.Struct, tag="video"):
     frames: torch.Tensor
     timestamps_s: list[float]
     duration_s: float
-    checksum: int | None = None
-    shortfall: str | None = None
-    key: str | None = None
 
 
 Medium: TypeAlias = Picture | Features | Waveform | Spectrogram | Video

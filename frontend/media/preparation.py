@@ -249,15 +249,15 @@ class Preparation:
         reply, shortfall = decoded.reply, decoded.reply.shortfall or None
         match decoded.kind:
             case "image" if reply.layout:
-                return Features(target, reply.layout, checksum, shortfall)
+                return Features(target, reply.layout, checksum=checksum, shortfall=shortfall)
             case "image":
-                return Picture(target, checksum, shortfall)
+                return Picture(target, checksum=checksum, shortfall=shortfall)
             case "video":
-                return Video(target, reply.timestamps_s, reply.duration_s, checksum, shortfall)
+                return Video(target, reply.timestamps_s, reply.duration_s, checksum=checksum, shortfall=shortfall)
             case "audio" if len(decoded.shape) == 2:
-                return Spectrogram(target, reply.duration_s, checksum, shortfall)
+                return Spectrogram(target, reply.duration_s, checksum=checksum, shortfall=shortfall)
             case "audio":
-                return Waveform(target, reply.sample_rate, checksum, shortfall)
+                return Waveform(target, reply.sample_rate, checksum=checksum, shortfall=shortfall)
 
     def close(self) -> None:
         """Starts nothing more; what runs ends by itself."""

@@ -34,7 +34,7 @@ def executor(**options: Any) -> SyntheticExecutor:
 
 def picture(value: int) -> Picture:
     pixels = torch.full((20, 30, 3), value, dtype=torch.uint8)
-    return Picture(pixels, checksum_of(pixels))
+    return Picture(pixels, checksum=checksum_of(pixels))
 
 
 def answer(synthetic: SyntheticExecutor, request: GenerateRequest, number: int = 1) -> list[GenerateReply]:
@@ -117,10 +117,10 @@ def test_steps_and_new_items_take_their_time() -> None:
 
 
 MEDIA = {
-    "picture": lambda tensor, checksum: Picture(tensor, checksum),
-    "waveform": lambda tensor, checksum: Waveform(tensor.float(), 16_000, checksum and checksum_of(tensor.float())),
-    "spectrogram": lambda tensor, checksum: Spectrogram(tensor.float(), 1.0, checksum and checksum_of(tensor.float())),
-    "video": lambda tensor, checksum: Video(tensor, [0.0], 1.0, checksum),
+    "picture": lambda tensor, checksum: Picture(tensor, checksum=checksum),
+    "waveform": lambda tensor, checksum: Waveform(tensor.float(), 16_000, checksum=checksum and checksum_of(tensor.float())),
+    "spectrogram": lambda tensor, checksum: Spectrogram(tensor.float(), 1.0, checksum=checksum and checksum_of(tensor.float())),
+    "video": lambda tensor, checksum: Video(tensor, [0.0], 1.0, checksum=checksum),
 }
 
 
