@@ -108,10 +108,10 @@ class CorsSettings:
         ValueError: something is no origin, no method or no name of a header.
     """
 
-    allowed_origins: Annotated[tuple[str, ...], Flag(parse=_parse_origins, default="[]", metavar="JSON")] = ()
+    allowed_origins: Annotated[tuple[str, ...], Flag(parse=parse_list, default="[]", metavar="JSON")] = ()
     allow_credentials: bool = False
-    allowed_methods: Annotated[tuple[str, ...], Flag(parse=_parse_methods, default='["*"]', metavar="JSON")] = ("*",)
-    allowed_headers: Annotated[tuple[str, ...], Flag(parse=_parse_headers, default='["*"]', metavar="JSON")] = ("*",)
+    allowed_methods: Annotated[tuple[str, ...], Flag(parse=parse_list, default='["*"]', metavar="JSON")] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], Flag(parse=parse_list, default='["*"]', metavar="JSON")] = ("*",)
 
     def __post_init__(self) -> None:
         for origin in self.allowed_origins:
@@ -123,18 +123,6 @@ class CorsSettings:
             for text in texts:
                 if not _TOKEN.fullmatch(text):
                     raise ValueError(f"{name}: {text[:64]!r} is none")
-
-
-def _parse_origins(text: str) -> tuple[str, ...]:
-    return CorsSettings(allowed_origins=parse_list(text)).allowed_origins
-
-
-def _parse_methods(text: str) -> tuple[str, ...]:
-    return CorsSettings(allowed_methods=parse_list(text)).allowed_methods
-
-
-def _parse_headers(text: str) -> tuple[str, ...]:
-    return CorsSettings(allowed_headers=parse_list(text)).allowed_headers
 
 
 def parse_list(text: str) -> tuple[str, ...]:

@@ -62,8 +62,8 @@ class FetchSettings:
         ValueError: one of them is not what it should be; says which.
     """
 
-    allowed_media_domains: Annotated[tuple[str, ...], Flag(parse=_parse_domains, metavar="HOSTS")] = ()
-    allowed_media_networks: Annotated[tuple[str, ...], Flag(parse=_parse_networks, metavar="CIDRS")] = ()
+    allowed_media_domains: Annotated[tuple[str, ...], Flag(parse=_split, metavar="HOSTS")] = ()
+    allowed_media_networks: Annotated[tuple[str, ...], Flag(parse=_split, metavar="CIDRS")] = ()
     allowed_local_media_path: Annotated[str | None, Flag(path="directory")] = None
     fetch_timeout_s: Annotated[float, Flag(names=("--media-fetch-timeout",))] = 30.0
     max_redirects: Annotated[int, NO_OPTION] = 3
@@ -78,14 +78,6 @@ class FetchSettings:
             raise ValueError(f"fetch_timeout_s must be positive, not {self.fetch_timeout_s}")
         if self.max_redirects < 0:
             raise ValueError(f"max_redirects must not be negative, not {self.max_redirects}")
-
-
-def _parse_domains(texts: Iterable[str]) -> tuple[str, ...]:
-    return FetchSettings(allowed_media_domains=_split(texts)).allowed_media_domains
-
-
-def _parse_networks(texts: Iterable[str]) -> tuple[str, ...]:
-    return FetchSettings(allowed_media_networks=_split(texts)).allowed_media_networks
 
 
 def _split(texts: Iterable[str]) -> tuple[str, ...]:

@@ -30,7 +30,8 @@ class Flag:
         kind: the type of the given value. None: the field's.
         least, most: of a number.
         path: a path that must be there: "file" or "directory".
-        parse: makes the field's value from the given one, or raises ``ValueError``, which says what is wrong.
+        parse: makes the field's value from the given one. It, or the settings with this value, raise ``ValueError``, which
+            says what is wrong.
         default: as it would be given. None: the field's.
         metavar: what stands for the value in the help.
         text: its help. None: what the docstring says.

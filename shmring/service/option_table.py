@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -111,11 +112,12 @@ def _options(settings: Any, path: tuple[str, ...], chosen: Mapping[str, Flag] | 
             yield from _options(value, (*path, name), next((mark for mark in marks if isinstance(mark, dict)), None))
         else:
             flag = chosen[name] if chosen else next((mark for mark in marks if isinstance(mark, Flag)), Flag())
-            yield _option((*path, name), kind, value, flag, texts.get(name, [""]))
+            yield _option(settings, (*path, name), kind, flag, texts.get(name, [""]))
 
 
-def _option(path: tuple[str, ...], kind: Any, value: Any, flag: Flag, texts: list[str]) -> Option:
+def _option(settings: Any, path: tuple[str, ...], kind: Any, flag: Flag, texts: list[str]) -> Option:
     name = path[-1]
+    value = getattr(settings, name, None)
     kind = flag.kind or (get_args(kind)[0] if isinstance(kind, UnionType) else kind)
     default = _default(name, value) if flag.default is None else flag.default
     details: dict[str, Any] = {"metavar": flag.metavar, "type": _type(name, kind, flag)}
@@ -132,9 +134,14 @@ def _option(path: tuple[str, ...], kind: Any, value: Any, flag: Flag, texts: lis
         help=help_text,
         reasons="" if flag.text else " ".join(texts[1:]),
         show_default=not (stated or kind is bool or default in (None, (), "")),
-        callback=None if parse is None else parsed(parse),
+        callback=parse and parsed(functools.partial(_checked, settings, name, parse)),
         **details,
     )
+
+
+def _checked(settings: Any, name: str, parse: Callable[[Any], Any], given: Any) -> Any:
+    new = parse(given)
+    return new if isinstance(settings, type) else getattr(dataclasses.replace(settings, **{name: new}), name)
 
 
 def _default(name: str, value: Any) -> Any:
