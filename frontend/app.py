@@ -47,7 +47,7 @@ from shmring.frontend.anthropic.messages_request import (
     read_count_tokens,
     read_messages,
 )
-from shmring.frontend.callers.admission import Admission, AdmissionMiddleware, admitted_of
+from shmring.frontend.callers.admission import Admission, admitted_of
 from shmring.frontend.callers.authentication import Authentication
 from shmring.frontend.callers.key_usage import KeyLimits, UsageTable, usages_of
 from shmring.frontend.documentation import DOCS_PATH, DOCUMENT_PATHS, Documentation
@@ -107,6 +107,11 @@ _LATE_S = 0.1  # from which they are told how late its loop was
 _MAX_TOLD = 64  # callers
 
 _METRICS_AGE_S = 1.0  # of an answer to /metrics at most; making one takes 6 ms
+_SCORING_PATHS: dict[BodyParser[Any], tuple[str, ...]] = {
+    SCORE_PARSER: ("/score", "/v1/score"),
+    RERANK_PARSER: ("/rerank", "/v1/rerank", "/v2/rerank"),
+}
+
 _SAMPLING_S = 0.2  # how old the numbers of the other frontends may be in an answer to /metrics; taking them costs 0.1 ms
 
 
@@ -168,8 +173,8 @@ def create_app(
     with_admins = Middleware(Authentication, settings.api_keys, usages, settings.admin_keys)
     viewers = [with_admins] if settings.api_keys or settings.admin_keys else []
     limits = [Middleware(KeyLimits)] if usages else []
-    admitted = [*keys, *limits, Middleware(AdmissionMiddleware, routes.admission)]
-    forms = [*keys, *limits, Middleware(AdmissionMiddleware, routes.admission, is_form=True)]
+    admitted = [*keys, *limits, Middleware(routes.admission.before)]
+    forms = [*keys, *limits, Middleware(routes.admission.before, is_form=True)]
     answer, messages = partial(partial, routes.answer), partial(ObservedRoute, error_form=messages_error)
     router = _Router(
         [
@@ -194,10 +199,10 @@ def create_app(
             ObservedRoute("/tokenize", routes.tokenize, methods=["POST"], middleware=admitted),
             ObservedRoute("/detokenize", routes.detokenize, methods=["POST"], middleware=admitted),
             ObservedRoute("/v1/embeddings", routes.embed, methods=["POST"], middleware=admitted),
-            *(ObservedRoute(path, routes.score, methods=["POST"], middleware=admitted) for path in ("/score", "/v1/score")),
             *(
-                ObservedRoute(path, routes.rerank, methods=["POST"], middleware=admitted)
-                for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+                ObservedRoute(path, partial(routes.score, parser), methods=["POST"], middleware=admitted)
+                for parser, paths in _SCORING_PATHS.items()
+                for path in paths
             ),
             ObservedRoute("/v1/models", routes.list_models, middleware=keys),
             ObservedRoute("/v1/models/{name:path}", routes.retrieve_model, middleware=keys),
@@ -455,13 +460,7 @@ class _Routes:
         pieces = await encode_response(embedded.embeddings, request, embedded.prompt_tokens, counts, self._encoding)
         return JsonPieces(pieces, embedded.facts.headers(ignored, has_costs=True))
 
-    def score(self, http_request: Request) -> Awaitable[Response]:
-        return self._score(SCORE_PARSER, http_request)
-
-    def rerank(self, http_request: Request) -> Awaitable[Response]:
-        return self._score(RERANK_PARSER, http_request)
-
-    async def _score(self, parser: BodyParser[Any], http_request: Request) -> Response:
+    async def score(self, parser: BodyParser[Any], http_request: Request) -> Response:
         request, ignored = await self._read(parser, http_request)
         encoding, pairs = read_pairs(request, self._max_inputs)
         embedded = await self._embedded(encoding, http_request.scope)

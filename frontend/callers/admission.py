@@ -24,7 +24,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -36,7 +37,7 @@ from shmring.frontend.http.bodies import BodyReader, BodyShare, HungUp
 from shmring.frontend.http.watch import Watch, watch_of
 from shmring.frontend.settings import FrontendSettings
 
-__all__ = ["Admission", "AdmissionMiddleware", "Admitted", "admitted_of"]
+__all__ = ["Admission", "Admitted", "admitted_of"]
 
 
 class Admitted:
@@ -120,25 +121,6 @@ def admitted_of(scope: Scope) -> Admitted:
     return admitted
 
 
-class AdmissionMiddleware:
-    """Middleware of a route that takes bodies.
-
-    Args:
-        app: answers requests.
-        admission: is shared by all such routes.
-        is_form: whether its bodies are forms.
-    """
-
-    def __init__(self, app: ASGIApp, admission: Admission, is_form: bool = False) -> None:
-        self._app = app
-        self._admission = admission
-        self._is_form = is_form
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        """Admits a request, and lets the application answer it."""
-        return self._admission.handle(scope, receive, send, self._app, is_form=self._is_form)
-
-
 class Admission:
     """The bounds of a process, which all routes that take bodies share.
 
@@ -170,6 +152,10 @@ class Admission:
         """Ends the requests of these names that are not ready for the engine, for an operator; returns how many there were."""
         named = [request for request in self._requests if request.name in names and not request.is_prepared]
         return sum(request.end(aborted) for request in named)
+
+    def before(self, app: ASGIApp, *, is_form: bool = False) -> ASGIApp:
+        """Returns middleware of a route that takes bodies, or forms: it admits a request, and lets a handler answer it."""
+        return partial(self.handle, app=app, is_form=is_form)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send, app: ASGIApp, *, is_form: bool = False) -> None:
         """Reads a request's body, waits for its place, and answers it unless its caller hangs up.

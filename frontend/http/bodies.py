@@ -136,21 +136,6 @@ class BodyMemory:
         return True
 
 
-class _NoScan:
-    """Stands where a body of JSON has its scan."""
-
-    def __init__(self) -> None:
-        self.long_texts: dict[str, bytearray] = {}
-
-    def add(self, chunk: bytes) -> bytes:
-        """Returns what is to be parsed of what came next: all of it."""
-        return chunk
-
-    def finish(self) -> bytes:
-        """Returns the rest: nothing."""
-        return b""
-
-
 class BodyReader:
     """Reads bodies.
 
@@ -226,7 +211,7 @@ class BodyReader:
             return Body(chunk, {})
         body = bytearray()  # one growing block, where keeping its thousands of pieces would fragment the heap
         pace = _Pace(self._timeout_s)
-        scan = _NoScan() if is_form else BodyScan(announced_nbytes)
+        scan = BodyScan(announced_nbytes)
         nbytes, more = 0, True
         try:
             while more:
@@ -237,7 +222,7 @@ class BodyReader:
                     await self._grow(share, lacking_nbytes, pace)
                 if more:
                     pace.advance(len(chunk), share.overdraws)
-                body += scan.add(chunk)
+                body += chunk if is_form else scan.add(chunk)
             body += scan.finish()
         except ApiError as error:
             if more and error.status == 413:

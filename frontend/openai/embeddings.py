@@ -212,10 +212,8 @@ def _of_messages(messages: list[EmbeddingMessage]) -> list[Text | MediaSource]:
         param = f"messages[{position}].content"
         if isinstance(message.content, str):
             inputs.append(_of_text(message.content, param))
-            continue
-        for index, part in enumerate(message.content):
-            place = f"{param}[{index}]"
-            inputs.append(input_of(part, place))
+        else:
+            inputs += [input_of(part, f"{param}[{index}]") for index, part in enumerate(message.content)]
     return inputs
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 import torch
@@ -137,7 +137,7 @@ class RerankResponse(msgspec.Struct):
     usage: ScoringUsage
 
 
-class Pairs:
+class Pairs(NamedTuple):
     """Whose embeddings are compared: those that are first in their pairs, and the others behind them.
 
     Attributes:
@@ -145,9 +145,8 @@ class Pairs:
         texts: of the others, for the answer; None for media.
     """
 
-    def __init__(self, first: int, texts: list[str | None]) -> None:
-        self.first = first
-        self.texts = texts
+    first: int
+    texts: list[str | None]
 
     def scores(self, embeddings: torch.Tensor) -> list[float]:
         """Returns the cosine of each pair; takes milliseconds for thousands.

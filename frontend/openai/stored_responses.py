@@ -110,11 +110,8 @@ class StoredResponses:
         """Keeps a conversation before its answer begins, if that is to be kept; otherwise the answer says so."""
         if not answer.store:
             return
-        if self._memory is None:
-            answer.store = False
-            return
         nbytes = sum(map(len, long_texts.values()))
-        if nbytes > self._memory.largest_nbytes:
+        if self._memory is None or nbytes > self._memory.largest_nbytes:
             answer.store = False
             return
 
