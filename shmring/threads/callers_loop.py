@@ -369,6 +369,8 @@ class CallersLoop(LoopRunner):
             self._turn()
 
     def _turn(self) -> None:
+        if self._is_over:  # another thread has closed the loop since this one asked for the lock
+            return
         if self._leader == _NOBODY:
             self._loop.stop()
             self._lead(get_ident())

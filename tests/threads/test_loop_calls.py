@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
 import weakref
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 
 import shmring
+from shmring.threads import callers_loop
 from shmring.threads.callers_loop import CallersLoop
 from shmring.threads.loop_calls import LoopCall, LoopRunner, _Question
 from shmring.threads.loop_thread import LoopThread
 from tests.garbage import uncollected
+from tests.tables import for_each
 from tests.threads.test_threads import Thread
 from tests.waiting import until
 
@@ -191,6 +194,27 @@ def test_a_call_that_comes_while_its_end_closes_is_not_carried_out(runner: LoopR
     with pytest.raises(shmring.ClosedError):
         late.ended()
     assert done == []
+
+
+@for_each("ask", [lambda runner: runner.call(int), CallersLoop.turn], ids=["a call", "a turn"])
+def test_a_thread_that_comes_to_a_loop_closed_since_it_asked_gives_it_no_turn(
+    ask: Callable[[CallersLoop], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def make() -> End:
+        return End()
+
+    def close_before() -> None:
+        """Another thread is faster, just before this one asks for the lock."""
+        monkeypatch.undo()
+        Thread(runner.close).ended()
+
+    runner = CallersLoop("this end", make, stands_by=False)
+    runner.open()
+    monkeypatch.setattr(callers_loop, "_TURN_S", -1.0)  # the loop is due a turn
+    monkeypatch.setattr(runner, "_check_thread", close_before)
+    with contextlib.suppress(shmring.ClosedError):
+        ask(runner)
+    assert runner._loop.is_closed()
 
 
 def test_tasks_that_nobody_waits_for_end_with_the_loop(runner: LoopRunner) -> None:
