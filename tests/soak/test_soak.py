@@ -157,8 +157,11 @@ def test_what_is_kept_of_a_run_has_its_longest_stall_and_no_samples() -> None:
 
 def test_the_benchmarks_pages_show_a_stored_run() -> None:
     seen = observed(cycles=3)
-    text = build_pages({"soak": report.findings(Plan.of(1), seen, judge(seen))}, Budget("abc", {}))["benchmarks.md"]
-    assert "soak: what happened in the phases" in text
+    found = report.findings(Plan.of(1), seen, judge(seen))
+    text = build_pages({"soak": found}, Budget("abc", {}))["benchmarks.md"]
+    assert found.targets
+    assert all(f"| {verdict.what} |" in text for verdict in found.targets)
+    assert 'in `bench/results/soak.json`: "soak"' in text, "what happened in the phases"
 
 
 # -- real runs -----------------------------------------------------------------------------------------------------------
