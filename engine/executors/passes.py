@@ -14,16 +14,16 @@ from shmring.engine.executors.written import Answer
 
 __all__ = ["Passes"]
 
-# Tokens of prompts in a step: at most while answers are written, and while none is. With a model of which a token takes a
-# millisecond, an answer pauses for an eighth of a second. A prompt that is read by itself has pieces of the first length.
+# Most tokens of prompts in a step: the first while answers are written, the second while none is. With a model of which a token
+# takes a millisecond, an answer pauses for an eighth of a second. A prompt that is read alone has pieces of the first length.
 _PIECE_TOKENS = 128
 _IDLE_TOKENS = 2048
 _IDLE_S = 0.0125  # that tokens of prompts take about, while no answer is written: whoever comes meanwhile waits for their end
 
-# Of a step that others are in, what choosing the tokens of one owner's answers may take, and about what reading prompts may
-# while answers are written: as long as a pass of a small model. So many tokens are read in any case.
+# In a step of several owners, what choosing the tokens of one owner's answers may take, and about what prompts may take beside
+# answers: as long as a pass of a small model.
 _SHARED_S = 0.004
-_LEAST_TOKENS = 16
+_LEAST_TOKENS = 16  # of prompts, which are read there in any case
 
 _LONE_PASSES = 2  # in a step, of answers that are read by themselves: each takes as long as one of all others together
 
