@@ -135,8 +135,8 @@ class Client(ClientCalls):
             request_id: the caller's own name for it, for :meth:`abort` and the engine's log.
             key: of several engines, sends all requests of this key to the same one, as long as that is attached.
             engine: sends it to this one.
-            retry: how often it may be sent again, to whichever engine is attached, because its engine died before a reply had
-                come. It may then have been carried out twice, or in part.
+            retry: how often it may be sent again, to whichever engine is attached, because its engine died before a reply was
+                read. It may then have been carried out twice, or in part.
 
         Raises:
             TimeoutError: it took longer; the request was aborted.

@@ -69,6 +69,7 @@ cdef class BaseSubmission:
     cdef public bint _was_left    # whether its caller has seen its end, or has aborted it
     cdef readonly bint _on_gpu    # whether tensors of it lie in device memory, which may be gone with its engine
     cdef object _replies          # Contents and CopiedReplies that came and were not taken; None until the first
+    cdef bint _has_given          # whether one was taken
 
     def next(self, reply_type=Any) -> Awaited[Any]:
         """Waits for the next reply.
@@ -125,8 +126,8 @@ cdef class BaseSubmission:
 
     @property
     def has_replied(self) -> bool:
-        """Whether a reply has come, taken or not."""
-        return self._replies is not None
+        """Whether a reply has come that was taken, or can be taken."""
+        return self._has_given or bool(self._replies)
 
     cdef int check_error(self) except -1:
         """Its caller learns that it has ended: raises how, unless it finished."""
@@ -163,7 +164,11 @@ cdef class BaseSubmission:
         content = (<CopiedReply>reply).content if is_copied else <Content>reply
         if content.slot_count and content.slot_numbers.lease_id == _COPY_OUT and not self.ended:
             self._end.shell.reply_read(self.request_id)
+        if not is_copied and content.slot_count and not self._end.is_usable():
+            self._replies.clear()  # they lie in the engine's memory, or come after one that does
+            self._end.shell.check_alive()
         self._replies.popleft()  # not before: if one of these fails, it is unread
+        self._has_given = True
         return self._end._decode_copied(<CopiedReply>reply, decoder) if is_copied else self._end.decode_reply(content, decoder)
 
     def __del__(self) -> None:
@@ -1176,7 +1181,8 @@ cdef class ClientEnd(RecordHandler):
     def decode_reply(self, Content content not None, PayloadDecoder decoder not None):
         """Decodes a reply. Its slot goes back when its last view dies, or at once if it is copied out only now.
 
-        A reply without a slot came in a message: it is here, also when its engine has gone meanwhile.
+        A reply without a slot came in a message: it is here, also when its engine has gone meanwhile. One with a slot has been
+        found to be here.
 
         Raises:
             RemoteError: it is not of the decoder's type.
@@ -1187,10 +1193,7 @@ cdef class ClientEnd(RecordHandler):
         cdef bint is_viewed = False
         cdef Mapping mapping = self._mapping
         if not self.is_usable():
-            if content.slot_count:
-                self.shell.check_alive()
-            else:
-                self.shell.check_readable()
+            self.shell.check_readable()
         try:
             regions = regions_of(content, self._reply_key, self.regions, mapping)
             regions.is_copied_out = content.slot_count and slot.lease_id == _COPY_OUT

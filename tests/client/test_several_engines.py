@@ -30,6 +30,7 @@ class Engines:
     def __init__(self, serve: Any) -> None:
         self._serve = serve
         self.rings: dict[str, shmring.Ring] = {}
+        self.after_large: Callable[[str], None] = lambda name: None  # called when a large reply is in the ring of this engine
         self.go_on = asyncio.Event()
         self.go_on.set()
 
@@ -41,6 +42,11 @@ class Engines:
         payload = claim.payload
         for _ in range(payload.get("first", 0)):
             await claim.reply(name)
+        if payload.get("large"):
+            await (claim.done if payload["is_all"] else claim.reply)(torch.arange(500))
+            self.after_large(name)
+            await self.go_on.wait()
+            return
         await self.go_on.wait()
         total = float(payload["x"].float().sum()) if "x" in payload else 0.0
         del payload
@@ -407,6 +413,37 @@ async def test_what_has_been_answered_in_part_is_not_sent_again(client: shmring.
         with pytest.raises(shmring.EngineDeadError, match=owner):
             await waiting
     assert client.resent == 0
+
+
+@pytest.mark.parametrize("is_all", [True, False])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client, payload: client.request(payload, retry=1),
+        lambda client, payload: anext(client.stream(payload, retry=1)),
+    ],
+)
+async def test_a_request_is_sent_again_when_its_reply_had_come_and_went_with_the_engine_unread(
+    client: shmring.Client, engines: Engines, ask: Callable[..., Awaitable[Any]], is_all: bool
+) -> None:
+    """A reply in a slot lies in the engine's memory; so it does when the end of the request has come with it."""
+    lost = []
+
+    def lose(name: str) -> None:
+        if lost:
+            engines.go_on.set()
+            return
+        session = session_of(client, name)
+        [submission] = session.end.pending.values()
+        session.link.poll()
+        lost.append((submission.has_replied, submission.ended))
+        session._lose(shmring.EngineDeadError("gone"))
+
+    engines.after_large = lose
+    engines.go_on.clear()
+    assert torch.equal(await ask(client, {"large": True, "is_all": is_all}), torch.arange(500))
+    assert lost == [(True, is_all)]
+    assert client.resent == 1
 
 
 async def test_a_request_that_learns_that_its_engine_has_gone_goes_to_another_one(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -116,7 +117,10 @@ async def test_an_engine_that_is_killed_takes_its_own_requests_and_no_others(
     await callers.have(second)
     in_flight = await client.submit({"mode": "hold", "x": content(10, 0)}, engine="vision-0")
     kept = await client.submit({"mode": "hold", "x": content(10, 0)}, engine="vision-1")
-    await engines.kill("vision-0")
+    time.sleep(0.01)  # holds this loop: the engine answers
+    killing = asyncio.ensure_future(engines.kill("vision-0"))
+    killing.get_loop().call_soon(time.sleep, 0.05)  # and is dead before anybody has read its answers
+    await killing
     with pytest.raises(shmring.EngineDeadError, match="vision-0", check=lambda error: error.engine == "vision-0"):
         await in_flight.result()
     await callers.have(second, 200)

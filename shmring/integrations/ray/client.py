@@ -157,7 +157,7 @@ class Client:
         there as well when the engine is on another node: they lie in Ray's object store.
 
         Args:
-            retry: how often it may be sent again because its engine died before a reply had come, or because Ray can't say
+            retry: how often it may be sent again because its engine died before a reply was read, or because Ray can't say
                 whether the engine has got it. It may then have been carried out twice, or in part.
         """
         given = Arguments.of(options)
