@@ -2,7 +2,7 @@
 #   make demo     tensors from a process to another, beside a socket; then the sample media through a server, with tables of what happened
 #   make test     style, types, tests, and a check that nothing is left behind
 #   make bench-quick  transports side by side in about five minutes
-#   make bench-all what a release claims, measured again and stored, and docs/benchmarks.md from it; about an hour on two idle cores
+#   make bench-all what a release claims, measured again and stored, and docs/benchmarks.md from it; 40 minutes on two idle cores
 #   make test-all what make test leaves out: coverage of the core, a minute of chaos, tests that start servers and benchmarks, and more
 #                 random examples of each property; SEED=2 for others
 #   make test-pythons the fast tests with each Python from 3.11 to 3.14 that is at hand, each in an environment of its own

@@ -65,7 +65,7 @@ _docs = click.option("--docs", default=ROOT / "docs", type=DIRECTORY, help="Wher
 @_results
 @_docs
 def all_command(results: Path, docs: Path) -> None:
-    """Measures what a release claims, one after the other, stores it, and builds the pages; about an hour on two idle cores.
+    """Measures what a release claims, one after the other, stores it, and builds the pages; 40 minutes on two idle cores.
 
     Ends with 1 if a command ended with something else than 0: a missed target does not keep the others from being measured.
     """

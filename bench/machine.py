@@ -68,7 +68,7 @@ class Machine(msgspec.Struct, frozen=True):
             memory_nbytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             kernel=platform.release(),
             python=platform.python_version(),
-            commit=git(ROOT, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"),
+            commit=commit_of(ROOT),
             date=datetime.datetime.now(datetime.UTC).date().isoformat(),
             libc=" ".join(platform.libc_ver()),
             cache_nbytes=last_level_cache_nbytes(),
@@ -79,6 +79,18 @@ class Machine(msgspec.Struct, frozen=True):
 def _cpu() -> str:
     names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return names[0] if names else platform.machine()  # ARM has no model names there
+
+
+def commit_of(root: Path) -> str | None:
+    """Returns the commit of a checkout, with ``-dirty`` if what is measured has changes since; None: it is no checkout.
+
+    Results, and the pages that are made from them, are not measured: the next command runs where the last one has stored them.
+    """
+    commit = git(root, "rev-parse", "--short=12", "HEAD")
+    if commit is None:
+        return None
+    changes = git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results", ":!docs")
+    return commit + "-dirty" * (changes != "")
 
 
 def git(root: Path, *arguments: str) -> str | None:

@@ -80,7 +80,7 @@ _PAGES = (
 
 _AGAIN = """\
 ```sh
-make bench-all            # everything on this page, and beside other transports; about an hour on two idle cores
+make bench-all            # everything on this page, and beside other transports; 40 minutes on two idle cores
 make gpu-hour             # needs a GPU; eight minutes
 python -m bench vllm      # needs .venv-vllm (make test-vllm); so do `sglang` and `ray` theirs
 python -m tests.soak --minutes 60 --frontends 3 --seed 1
@@ -97,7 +97,6 @@ _LEFT_TO_THE_FILE = {
     "ray": ("1 in flight",),
     "request": ("64 in flight", "of each of 4 clients"),
     "soak": ("soak",),
-    "transport-producers": ("1 producer, 16 in flight",),
     "vllm-new": ("1 API server", "2 API servers"),
 }
 

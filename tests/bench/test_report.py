@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from bench import plots, report
 from bench.__main__ import OF_A_RELEASE, main
 from bench.command_line import Command
-from bench.machine import ROOT, Machine
+from bench.machine import ROOT, Machine, commit_of
 from bench.messages import Case
 from bench.results import Coverage, Findings, Gap, Planned, Status, Table, Verdict, write_json
 from bench.transport import Stored
@@ -89,6 +90,25 @@ def test_what_a_page_shows_can_be_measured_again(path: Path) -> None:
     if not callable(plan.targets):
         claims = {(target.what, target.at) for target in plan.targets}
         assert {(each.what, each.at) for each in findings.targets} <= claims
+
+
+def test_storing_a_result_does_not_say_of_the_next_one_that_its_code_has_changes(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True)
+
+    names = ["bench/results/cost.json", "docs/benchmarks.md", "bench/cost.py"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before")
+    assert commit_of(tmp_path) is None
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "all")
+    said = []
+    for name in names:
+        (tmp_path / name).write_text("after")
+        said.append(commit_of(tmp_path))
+    assert [len(commit or "") for commit in said] == [12, 12, 12 + len("-dirty")]
 
 
 # -- how they are made ---------------------------------------------------------------------------------------------------
