@@ -10,6 +10,7 @@ import functools
 import gc
 import random
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,14 @@ async def test_a_tensor_in_a_device_slot_is_handed_over_without_a_copy(ends: End
     assert (statistics.copies, statistics.copied_nbytes, statistics.in_place) == (0, 0, 2)
     assert statistics.device_slab_nbytes == ring.statistics().device_slab_nbytes == 2 * MIB
     assert ends.cuda.calls["cuMemcpyHtoDAsync_v2"] == 0
+
+
+async def test_a_tensor_of_a_slot_that_was_left_goes_with_its_last_user(ring: Ring, client: Client) -> None:
+    """As long as the slot is held, the tensor is, too: no other object may have its address."""
+    async with client.slot(NBYTES, device="cuda") as slot:
+        made = weakref.ref(slot.tensor((NBYTES,), torch.uint8))
+        assert made() is not None
+    assert made() is None
 
 
 async def test_a_slot_is_written_and_sent_again_and_again(ends: Ends, ring: Ring, client: Client) -> None:
