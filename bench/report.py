@@ -36,13 +36,12 @@ class _Page(NamedTuple):
 
 
 _RULE = """\
-`python -m bench report` makes this page from the JSON files in `bench/results/`. No number is written by hand, and a test
-compares the page with what the program says.
+`python -m bench report` makes this page from the JSON files in `bench/results/`, and a test compares them.
 
 **A claim is dated.** It is about the commit and the machine that stand above its table: `2026-11-28, 8d5e5d60, A`. It is
 measured again before a release, by `make bench-all`. In between, `make instructions` counts the instructions of a message, of
 a request and of a chat beside an earlier commit: a commit that adds some fails, or allows them and says why. A claim is carried
-as long as that has held since its commit. It is never judged again from old numbers.
+as long as that has held since its commit.
 
 In tables, an empty first cell, three dots at the beginning of a claim, and an empty cell below "at" stand for what the row
 above has there.
@@ -52,8 +51,8 @@ Look at the ratios: both of their numbers come from one run on one machine. Anot
 
 _PEERS = """\
 Producer and consumer are two processes, each with an event loop (uvloop). Every message is checked: its sequence number, dtype,
-shape, and four samples of its content. Each peer is used as its users use it; the head of its file in `bench/peers/` says how.
-Tensors are of float32. At most 1 GB is in flight, so there are fewer large messages in flight.
+shape, and four samples of its content. The head of a peer's file in `bench/peers/` says how it is used. At most 1 GB is in
+flight, so there are fewer large messages in flight.
 
 - **latency** is one-way: from before the producer hands a message over until the consumer has the tensor. With several messages
   in flight, it includes the wait behind earlier ones.
@@ -62,10 +61,9 @@ Tensors are of float32. At most 1 GB is in flight, so there are fewer large mess
 - **resident memory** does not count shared memory and the tensor that is sent.
 - **stall**: the longest delay of a callback that an event loop has every 5 ms, without waits for a core.
 - **memcpy, cold** is glibc's, in one process, to another place each time, through four times the last-level cache. shmring can
-  be faster: a small slot that was released last is still in the cache, and a large tensor is copied without reading the memory
-  that it overwrites.
+  be faster: a small slot is still in the cache, and a large tensor is copied without reading the memory that it overwrites.
 - **where shmring is not the best choice**: each case in which a peer was better by more than 5 %; the best peer, and how many
-  times better it was. Transports that copy are compared with each other, and so are those that are written in place.
+  times better it was.
 """
 
 _PAGES = (
@@ -92,11 +90,13 @@ Each but the last stores with `--json bench/results/NAME.json`; `make bench-all`
 
 #: Tables and groups of rows that the pages do not show, by result: what stands in their titles, or in their first cells.
 _LEFT_TO_THE_FILE = {
+    "cost": ("both ends in one process",),
     "fan-out": ("to 2 workers", "to 8 workers"),
     "isolation": ("how long a small request takes",),
     "ray": ("1 in flight",),
     "request": ("64 in flight", "of each of 4 clients"),
     "soak": ("soak",),
+    "transport": ("as multiples of the peer's messages per second",),
     "vllm-new": ("1 API server", "2 API servers"),
 }
 
@@ -182,7 +182,7 @@ def _parts(page: _Page, stored: _Results, of_page: _Results, budget: Budget) -> 
         yield runs_table(stored).markdown()
         yield machines.table().markdown()
     else:
-        yield "When a claim is measured, what carries it, and the machines: [benchmarks](../benchmarks.md#what-was-measured).\n"
+        yield "Dates, machines, and what carries a claim: [benchmarks](../benchmarks.md#what-was-measured).\n"
     for mode, results in itertools.groupby(of_page.items(), key=lambda item: item[1].mode):
         yield from _section(mode, dict(results), machines)
     if page is _PAGES[0]:
