@@ -646,8 +646,8 @@ def make_page() -> str:
     assert heading
     here = [(f"`{route}`", "works", note) for route, note in ROUTES.items()]
     here += [(f"`{route}`", "refused", note) for route, note in REFUSED_ROUTES.items()]
-    missing = [(f"`{route}`", "not there", note) for route, note in MISSING_ROUTES.items()]
-    sections = [f"{by_hand}## Routes\n\n{_table('route', here + missing)}"]
+    missing = [(f"`{route}`", "not there", note) for route, note in MISSING_ROUTES.items() if note]
+    sections = [f"{by_hand}## Routes\n\n{_table('route', here + missing)}\nNo other route of vLLM is there.\n"]
     there = [(f"`{option}`", "works", note) for option, note in sorted(OPTIONS.items())]
     sections.append(f"## Options of `vllm serve`\n\n{_table('option', there)}\n{_OTHER_OPTIONS}")
     rows = {route: _rows(fields) for route, fields in FIELDS.items()}
