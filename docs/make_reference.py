@@ -301,10 +301,9 @@ def _first_sentence(text: str) -> str:
 
 
 def _options(command: click.Command, beside: click.Command | None = None) -> list[Row]:
-    """Returns a row for each option; those that mean the same beside another command stand in one, the last."""
-    rows, known = _described(command), _described(beside) if beside is not None else []
-    shared = ", ".join(row[0] for row in rows if row in known)
-    return [row for row in rows if row not in known] + ([(shared, "", "as of `shmring serve`")] if shared else [])
+    """Returns a row for each option, but for those that mean the same beside another command."""
+    known = _described(beside) if beside is not None else []
+    return [row for row in _described(command) if row not in known]
 
 
 def _described(command: click.Command) -> list[Row]:

@@ -43,7 +43,7 @@ FRONTEND_OPTIONS = (
         envvar=(),
         multiple=True,
         help="A key for the routes that pause, resume, profile and abort, which exist only with such a key. As --api-key; the "
-        f"variable is {ADMIN_KEYS_VARIABLE}. A key can't be of both kinds.",
+        f"variable is {ADMIN_KEYS_VARIABLE}.",
     ),
     Option(
         ["--admin-key-file"],

@@ -185,7 +185,7 @@ class FrontendSettings:
         response_store_nbytes: Bytes of conversations and answers of /v1/responses that the server keeps, unless they say store:
             false; of all frontends together.
 
-            What is too old goes first, then the oldest of whoever has most. One may have a quarter of a frontend's part.
+            What is too old goes first, then the oldest of whoever has most.
         response_lifetime_s: Seconds for which it keeps them at most. 0: it keeps none.
         limit_mm_per_prompt: Most media of a request: JSON, or image=16,video=2.
         max_priority: How urgent callers may say that a request is: priority -N is the most urgent. 0: none more than usual.
@@ -197,7 +197,7 @@ class FrontendSettings:
             A request that crashes engines can crash this many and one more.
         decoders: Processes in which a frontend decodes media, one medium each at a time.
 
-            Each keeps a core busy. Of two or more, one is for small pictures and recordings.
+            Of two or more, one is for small pictures and recordings.
         disable_mm_shm: Decode media into private memory, and copy them to shared memory when they are sent; to compare with.
         access_log: Write a line for each request to stderr, whatever --log-level says: caller, method, path, status, seconds.
         media_limits: what media may be.
@@ -271,8 +271,6 @@ class ProcessSettings:
         root_path: A path that a proxy in front strips, such as /llm: links on /docs have it. Empty: none.
         timeout_keep_alive_s: Seconds that a connection stays open between two requests. Behind a load balancer, set more than
             the balancer's own time.
-
-            Else it sends requests on connections that the server has just closed.
         listen_fd: A listening socket to inherit instead.
         connect_timeout_s: Seconds to wait for the engine, which may be loading a model.
 

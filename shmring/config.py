@@ -95,30 +95,26 @@ class RingConfig:
         backing: where the slab lies; ``"auto"``: in ``/dev/shm`` where it fits, else in a memfd.
 
             The log says which. ``"/dev/shm"``: in that mount. ``"memfd"``: in memory that no mount limits and no process can
-            truncate. Replies are always in a memfd, which only the engine can write.
+            truncate.
         reply_nbytes: the part of it that is kept for replies; ``None``: a sixteenth of the slab.
         max_lease_nbytes: the largest *base* lease a frontend gets; ``None``: an eighth of what can be leased, so eight can
             connect before any has to give something back.
         client_quota_nbytes: how many bytes one frontend may hold in leases while others are connected; ``None``: three quarters
-            of what can be leased, so a stopped frontend can't starve the rest. One that is alone may hold all, and each may
-            always have one lease of any size.
+            of what can be leased. One that is alone may hold all, and each may always have one lease of any size.
         kept_nbytes: how many bytes of the slab may hold content that is kept to be sent again (``client.keep``); ``None``: half
-            of what can be leased; 0: nothing is kept. Content that is not pinned gives way to leases, so this bounds what is
-            pinned.
+            of what can be leased; 0: nothing is kept. Content that is not pinned gives way to leases.
         max_clients: connections of frontends at a time.
 
             Each costs two descriptors; the usual limit is 1,024. A connection that has ended does not count. A process with 16
             of these is refused.
         max_inflight: requests a client may have in flight. Bounds the engine's queue and its terminal replies.
         message_ring_nbytes: how many bytes of a client's messages may be unread, and as many of the messages to it; a power of
-            two. A quarter of it, but at most 64 KiB, is the largest message: larger payloads travel in slots, arguments and
-            results of calls can't be larger.
+            two. A quarter of it, but at most 64 KiB, is the largest message: larger payloads travel in slots.
         max_payload_nbytes: the largest payload, either way. Tensors don't count, text and ``bytes`` do.
         max_tensors: tensors in one payload; their dimensions count toward ``max_payload_nbytes`` anyway.
         max_values: what the values of one payload may count, either way: a number, a truth value or nil 1, text, bytes, an
             array or a map 4, an extension 8; 8 bytes of text that is not ASCII 1. Reading a count takes 40 nanoseconds and 40
-            bytes, so a loop waits for one payload for 20 ms at most: half a million numbers, or a hundred thousand words. Send
-            more values as a tensor, which is one value.
+            bytes, so a loop waits for one payload for 20 ms at most. Send more values as a tensor.
         allowed_uids: user ids that may connect; ``None``: the engine's own.
         socket_dir: where the socket lives; ``None``: ``$XDG_RUNTIME_DIR/shmring``, else ``/tmp/shmring-<uid>``.
         prefault: touch the whole slab at the start, so that no request pays for a page's first use (49 ms per 64 MB).
@@ -135,12 +131,10 @@ class RingConfig:
             and 8 KiB that costs a quarter less than a slot; from 32 KiB on it costs more. Such bytes are not pinned.
         busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes tens of
             microseconds off its latency and costs a core meanwhile. 0: for 200 microseconds, and only while that helps. If it
-            is set, ``gather`` looks for replies for up to 250 microseconds before the loop goes on, and ``claim``, while no
-            request is in hand, for up to 50.
-        worker_backlog: how many messages a worker may have that it has not left yet; at most 256. Further messages to it wait,
-            and so does the engine; before that, a slow worker delays nobody.
+            is set, ``gather`` also looks for replies, for up to 250 microseconds, and an idle ``claim`` for up to 50.
+        worker_backlog: how many messages a worker may have that it has not left yet; at most 256. Further messages to it wait.
         broadcast_nbytes: memory for the copies of tensors in all messages that workers have not left yet. Reserved when the
-            first worker joins; only the engine can write it.
+            first worker joins.
         debug: log which views outlive their claim, where that was left, and what holds them. Looking stops the loop for a
             moment.
     """
@@ -208,23 +202,20 @@ class ClientConfig:
     """A frontend's side.
 
     Attributes:
-        lease_nbytes: the base lease asked for at connect, and the least asked for later; the engine may cap it.
+        lease_nbytes: the base lease asked for at connect, and the least asked for later.
         inline_nbytes: payloads whose tensors have no more bytes than this travel in the message, if the engine allows as much;
             :class:`RingConfig` says why.
         copy_offload_nbytes: copies larger than this run on a thread; smaller ones in the loop, at most so many bytes in each
             turn (16 MiB take one to two milliseconds).
         lease_idle_s: a further lease that has been empty for this long goes back to the engine.
-        connect_timeout_s: how long ``connect`` waits for an engine of that name, and for its answer. After two seconds, the log
-            says for whom it waits.
+        connect_timeout_s: how long ``connect`` waits for an engine of that name, and for its answer.
         socket_dir: as in :class:`RingConfig`.
         engine_uids: user ids an engine may run under; ``None``: this process's own. An engine of another user is refused.
         prefault: map all of the slab's pages soon after attaching, so that no copy pays for their first use. This takes page
             tables (2 MiB per GiB); the slab then counts as resident in this process.
-        busy_poll_s: as in :class:`RingConfig`, for this end.
-        map_leased_only: a debug mode: only leased ranges are writable in this process, so a stray write elsewhere is a fault
-            here, not another process's wrong tensor.
-        debug: log which views outlive their slot, where that was left, and what holds them. Looking stops the loop for a
-            moment.
+        busy_poll_s: as in :class:`RingConfig`.
+        map_leased_only: a debug mode: only leased ranges are writable in this process, so a stray write elsewhere is a fault.
+        debug: log which views outlive their slot, as in :class:`RingConfig`.
     """
 
     lease_nbytes: int | str = "16MiB"
@@ -253,15 +244,13 @@ class WorkerConfig:
     """A worker's side.
 
     Attributes:
-        connect_timeout_s: how long ``join`` waits for an engine of that name, and for its answer. After two seconds, the log
-            says for whom it waits.
+        connect_timeout_s: how long ``join`` waits for an engine of that name, and for its answer.
         socket_dir: as in :class:`RingConfig`.
         engine_uids: user ids an engine may run under; ``None``: this process's own. An engine of another user is refused.
         prefault: map all pages of the engine's memory when joining, so that no message pays for their first use.
         busy_poll_s: for how long ``receive`` looks for the next message before it sleeps (0.1 ms anyway, as long as that
-            helps), which takes tens of microseconds off its latency and costs a core meanwhile. Other processes run between two
-            looks; if they keep the core for more than 100 microseconds, the next 64 waits sleep at once. An engine that gathers
-            replies polls with its own (``RingConfig``).
+            helps). Other processes run between two looks; if they keep the core for more than 100 microseconds, the next 64
+            waits sleep at once. An engine that gathers replies polls with its own (``RingConfig``).
     """
 
     connect_timeout_s: float = 60.0

@@ -64,8 +64,7 @@ class DeploymentSettings:
             need.
         autoscaling_config: With auto: what Ray Serve's AutoscalingConfig has, as a JSON object.
 
-            Without target_ongoing_requests, Ray Serve starts a replica for every two requests: set it to half of
-            max_ongoing_requests, for example.
+            Without target_ongoing_requests, Ray Serve starts a replica for every two requests.
         num_cpus: CPUs of an engine, as Ray counts them; torch uses as many threads. A frontend has one more.
         num_gpus: GPUs of an engine.
         max_ongoing_requests: Requests that a replica has at a time, streams included; others wait in Ray Serve's proxy, or go

@@ -46,7 +46,7 @@ class FetchSettings:
         allowed_media_domains: Hosts that media are fetched from: a.org, *.b.org, c.org:9000; several with commas, or in several
             such options. Empty: none.
 
-            ``*.b.org`` is every name below it, but not itself. Without a port, both 80 and 443 are meant.
+            ``*.b.org`` is every name below it. Without a port, both 80 and 443 are meant.
         allowed_media_networks: Private networks that these hosts may be in: 10.1.0.0/16. Empty: none.
 
             Their names must be among the domains all the same.

@@ -28,12 +28,10 @@ class MediaLimits:
     Attributes:
         max_image_pixels: Most pixels of a picture.
 
-            Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab. Pillow itself refuses more than about 179
-            million.
+            Decoding 64 megapixels takes 256 MB in Pillow and 192 MB of the slab. Pillow refuses more than about 179 million.
         max_aspect_ratio: Longer side by shorter side, of pictures and frames.
 
-            Vision models accept 200 at most (Qwen2-VL); a panorama has 10. They scale pictures to about a square's area, where
-            a line of one pixel is nothing.
+            Vision models accept 200 at most (Qwen2-VL); a panorama has 10.
         max_image_expansion: Decoded bytes for each byte of the file, of large pictures.
 
             They count for pictures that take more than 64 MiB; smaller ones may be blank. Photographs have 5 to 50, drawings
@@ -72,13 +70,11 @@ class MediaLimits:
             more than 200 000.
         max_decode_s: Seconds of a processor's core that a medium may take.
 
-            A picture of 12 megapixels takes 0.2, a minute of 1920 x 1080 about 5, the worst that other limits let through
-            minutes.
+            A picture of 12 megapixels takes 0.2, a minute of 1920 x 1080 about 5.
         max_missing_share: Share of a medium that may be missing because its file is damaged or truncated: 0 to 1; callers are
             told what is.
 
-            It counts what the file promises (:mod:`shmring.frontend.media.damage`). What lacks a tenth is still what its sender
-            meant; half of a recording is another one.
+            It counts what the file promises (:mod:`shmring.frontend.media.damage`).
     """
 
     max_image_pixels: Annotated[int, Flag(names=("--max-pixels",))] = 64_000_000

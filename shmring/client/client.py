@@ -543,8 +543,7 @@ class Client(ClientCalls):
         return self._engines.candidates(key, None)[0].engine_name
 
     def loads(self) -> dict[str, EngineLoad]:
-        """Returns the loads of the engines that are attached, as requests are routed by them now; without those
-        that drain, unless all do.
+        """Returns the loads of the engines that are attached, without those that drain, unless all do.
 
         Raises:
             ClosedError: this client belongs to the process that forked this one.

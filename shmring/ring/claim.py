@@ -67,7 +67,7 @@ class Claim(ClaimCalls, Generic[_Payload]):
     )
 
     async def to(self, device: torch.device | str | int, stream: Stream | None = None) -> _Payload:
-        """Copies the tensors to a GPU, and releases the slots when that is done: never earlier, and with no further call.
+        """Copies the tensors to a GPU, and releases the slots when that is done.
 
         It makes one copy per slot, on a stream of the ring's own. ``stream`` waits for the copies, and this call does not: work
         that is queued on ``stream`` may use the tensors at once. From a pinned slab, a copy is a DMA; from another one, a large

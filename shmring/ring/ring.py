@@ -112,7 +112,7 @@ class Ring(EngineCalls, Generic[_Payload]):
     async def run_batches(
         self, handler: Callable[[list[Claim[_Payload]]], Awaitable[Sequence[object]]], most: int, *, linger_s: float = 0.0
     ) -> None:
-        """Handles claims in batches until the ring is closed, one batch at a time: for models, to which a batch is one call.
+        """Handles claims in batches until the ring is closed, one batch at a time.
 
         The replies to a batch are sent while the next one is handled, each of them as the last of its request. A handler that
         raises fails the requests of its batch and is logged; the loop goes on. A request that is aborted meanwhile stays in its
@@ -283,8 +283,9 @@ class Ring(EngineCalls, Generic[_Payload]):
         await self.close()
 
     def inspect(self) -> RingSnapshot:
-        """Returns what the ring is doing now, for people who look for a fault: who has which blocks, the oldest requests, what
-        went wrong. :func:`shmring.inspect` and ``shmring inspect NAME`` ask for it from another process.
+        """Returns what the ring is doing now: who has which blocks, the oldest requests, what went wrong.
+
+        :func:`shmring.inspect` and ``shmring inspect NAME`` ask for it from another process.
 
         Raises:
             ClosedError: the ring is closed, or belongs to the process that forked this one.
