@@ -462,8 +462,8 @@ FIELDS = {
         TranscriptionRequest,
         base={"file": RECORDING, "model": MODEL},
         required=("file", "model"),
-        works=_SPEECH_WORKS | {"language": "en"},
-        taken=_SPEECH_TAKEN | {"timestamp_granularities[]": "segment"},
+        works=_SPEECH_WORKS | {"language": "en", "timestamp_granularities[]": "word"},
+        taken=_SPEECH_TAKEN,
         refused=_SPEECH_REFUSED
         | {
             "frequency_penalty": "0.5",
@@ -477,8 +477,8 @@ FIELDS = {
         named={},
         notes=_SPEECH_NOTES
         | {
-            "timestamp_granularities[]": "of `verbose_json`: `segment` is the default; `word` works with `--executor "
-            "transformers`, if the model names its `alignment_heads`"
+            "timestamp_granularities[]": "of `verbose_json`: `segment`, the default, or `word` with `--executor transformers`, "
+            "if the model names its `alignment_heads`"
         },
         beside={"timestamp_granularities[]": {"response_format": "verbose_json"}, "stream_include_usage": {"stream": "true"}},
     ),

@@ -64,7 +64,13 @@ class Colours:
         words, said = self.answers[part.request_id]
         finished = said + 1 == len(words)
         self.answers[part.request_id] = words, said + 1
-        reply = GenerateReply(words[said] + " ", [said], len(words), said + 1, "stop" if finished else None)
+        reply = GenerateReply(
+            text=words[said] + " ",  # what is new, as token_ids
+            token_ids=[said],
+            prompt_tokens=len(words),
+            completion_tokens=said + 1,  # so far
+            finish_reason="stop" if finished else None,
+        )
         return StepOutput(reply, finished=finished)
 
     def forget(self, request_id: int) -> None:

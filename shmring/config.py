@@ -129,7 +129,7 @@ class RingConfig:
         device_slab_device: which GPU; ``"cuda"``: this thread's current one.
         inline_nbytes: requests whose tensors take no more than this may travel in the message, and such replies always do. At 4
             and 8 KiB that costs a quarter less than a slot; from 32 KiB on it costs more. Such bytes are not pinned.
-        busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes tens of
+        busy_poll_s: for how long after a message the loop looks for the next one instead of sleeping, which takes some
             microseconds off its latency and costs a core meanwhile. 0: for 200 microseconds, and only while that helps. If it
             is set, ``gather`` also looks for replies, for up to 250 microseconds, and an idle ``claim`` for up to 50.
         worker_backlog: how many messages a worker may have that it has not left yet; at most 256. Further messages to it wait.

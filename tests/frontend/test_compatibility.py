@@ -43,6 +43,7 @@ DESCRIPTION = ModelDescription(
     tools=True,
     template_options=True,
     reasoning_effort=True,
+    word_times=True,
     capabilities=list(CAPABILITIES),
 )
 
