@@ -228,7 +228,7 @@ def test_sources_are_those_of_before_the_run_whose_result_may_change_a_file_of_t
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     commits = iter(["clean", "clean-dirty", "clean-dirty"])
-    monkeypatch.setattr(machine, "git", lambda root, *arguments: next(commits))
+    monkeypatch.setattr(machine, "commit_of", lambda root: next(commits))
     stored: list[str] = []
     monkeypatch.setattr(command_line, "write_json", lambda findings, path: stored.append(findings.machine.commit))
     path = tmp_path / "x.json"
