@@ -6,6 +6,7 @@ alone, some in a step, in turn.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Sequence
 
@@ -20,9 +21,11 @@ _PIECE_TOKENS = 128
 _IDLE_TOKENS = 2048
 _IDLE_S = 0.0125  # that tokens of prompts take about, while no answer is written: whoever comes meanwhile waits for their end
 
-# In a step of several owners, what choosing the tokens of one owner's answers may take, and about what prompts may take beside
-# answers: as long as a pass of a small model.
+# While a model is shared by several owners, what choosing the tokens of one owner's answers may take in a step, and about what
+# prompts may take beside answers: as long as a pass of a small model. Whoever was in one of the last steps is still counted: it
+# comes again in the midst of the next one, and would wait for the end of a step that another owner has for itself.
 _SHARED_S = 0.004
+_SHARED_STEPS = 8
 _LEAST_TOKENS = 16  # of prompts, which are read there in any case
 
 _LONE_PASSES = 2  # in a step, of answers that are read by themselves: each takes as long as one of all others together
@@ -40,10 +43,12 @@ class Passes:
         self._model = model
         self._may_batch = may_batch
         self._turns = itertools.count(1)
+        self._owners: collections.deque[set[str]] = collections.deque(maxlen=_SHARED_STEPS)  # of the last steps
         self._token_s = _IDLE_S / _IDLE_TOKENS  # of a token, in the last pass of many
 
     def choose(self, answers: Sequence[Answer]) -> list[dict[Answer, int]]:
         """Returns which answers are read by one pass each, and of each how many tokens: the first together, others alone."""
+        self._owners.append({answer.owner for answer in answers})
         together = self._choose_pieces(self._share_choosing([answer for answer in answers if self.can_batch(answer)]))
         passes = [together] if together else []
         for answer in self._choose_lone([answer for answer in answers if not self.can_batch(answer)]):
@@ -65,7 +70,7 @@ class Passes:
         """
         pieces = {answer: 1 for answer in answers if answer.context.prompt is None}
         prompts = [answer for answer in answers if answer.context.prompt is not None]
-        left = most = self._most_beside(answers)
+        left = most = self._most_beside()
         shortest_first = sorted(prompts, key=lambda answer: answer.context.unread)
         if not pieces:
             left = max(most, min(_IDLE_TOKENS, int(_IDLE_S / self._token_s)))
@@ -84,9 +89,12 @@ class Passes:
                     left -= count
         return pieces
 
-    def _most_beside(self, answers: Sequence[Answer]) -> int:
-        """Returns how many tokens of prompts are read beside answers: fewer, if not all are one owner's."""
-        if len({answer.owner for answer in answers}) < 2:
+    def _is_shared(self) -> bool:
+        return len(set().union(*self._owners)) > 1
+
+    def _most_beside(self) -> int:
+        """Returns how many tokens of prompts are read beside answers: fewer, while several owners share the model."""
+        if not self._is_shared():
             return _PIECE_TOKENS
         return min(_PIECE_TOKENS, max(_LEAST_TOKENS, int(_SHARED_S / self._token_s)))
 
@@ -98,12 +106,12 @@ class Passes:
         return chosen
 
     def _share_choosing(self, answers: Sequence[Answer]) -> Sequence[Answer]:
-        """Returns the answers that are read in this step: all of them, if they are one owner's. Otherwise, of each owner, as
+        """Returns the answers that are read in this step: all of them, while they are one owner's. Otherwise, of each owner, as
         many as take some milliseconds to choose tokens for, in turn.
         """
-        left = dict.fromkeys((answer.owner for answer in answers), _SHARED_S)
-        if len(left) < 2 or sum(answer.choosing_s for answer in answers) <= _SHARED_S:
+        if not self._is_shared() or sum(answer.choosing_s for answer in answers) <= _SHARED_S:
             return answers
+        left = dict.fromkeys((answer.owner for answer in answers), _SHARED_S)
         chosen = set()
         for answer in sorted(answers, key=lambda answer: answer.turn):
             if left[answer.owner] > 0:
