@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple, cast
 
@@ -31,6 +30,7 @@ from shmring.frontend.http.body_scan import BodyScan, has_too_many_values, too_m
 from shmring.frontend.http.cross_origin import check_origin
 from shmring.frontend.http.watch import Watch
 from shmring.frontend.settings import FrontendSettings
+from shmring.line import WaitingLine
 
 __all__ = ["Body", "BodyMemory", "BodyReader", "BodyShare", "HungUp"]
 
@@ -96,21 +96,12 @@ class BodyMemory:
         self.nbytes = 0
         self.overdrawing: BodyShare | None = None
         self._limit_nbytes = limit_nbytes
-        self._waiters: deque[tuple[BodyShare, int, asyncio.Future[None]]] = deque()
+        self._line: WaitingLine[None] = WaitingLine()
 
     async def take(self, share: BodyShare, nbytes: int) -> None:
         """Adds to a share when there is room and no earlier body waits."""
-        if (not self._waiters or share.overdraws) and self._try_take(share, nbytes):
-            return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = (share, nbytes, granted)
-        self._waiters.append(waiter)
-        try:
-            await granted
-        finally:
-            if granted.cancelled():
-                with contextlib.suppress(ValueError):  # its turn had come, and it was passed over
-                    self._waiters.remove(waiter)
+        if (self._line.is_waited_in and not share.overdraws) or not self._try_take(share, nbytes):
+            await self._line.stay(self._line.enter((share, nbytes)), unused=lambda _: None)  # the share has it
 
     def release(self, share: BodyShare) -> None:
         """Takes a share back, and lets waiting bodies go on."""
@@ -118,13 +109,10 @@ class BodyMemory:
         share.nbytes = 0
         if self.overdrawing is share:
             self.overdrawing = None
-        while self._waiters:
-            waiting_share, nbytes, granted = self._waiters[0]
-            if not granted.cancelled():
-                if not self._try_take(waiting_share, nbytes):
-                    return
-                granted.set_result(None)
-            self._waiters.popleft()
+        for place, (waiting_share, nbytes) in self._line.waiting():
+            if not self._try_take(waiting_share, nbytes):
+                return
+            place.set_result(None)
 
     def _try_take(self, share: BodyShare, nbytes: int) -> bool:
         if self.nbytes >= self._limit_nbytes:

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncIterator
 
 from shmring.frontend.errors import ErrorCode, unavailable
+from shmring.line import WaitingLine
 
 __all__ = ["DecodedMemory"]
 
@@ -83,29 +83,19 @@ class _Part:
     def __init__(self, limit_nbytes: int) -> None:
         self.taken_nbytes = 0
         self._limit_nbytes = limit_nbytes
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._line: WaitingLine[None] = WaitingLine()
 
     @property
     def waiting(self) -> int:
         """Requests that wait for room."""
-        return len(self._waiting)
+        return sum(1 for _ in self._line.waiting())
 
     async def take(self, nbytes: int) -> None:
         """Waits until there is room for so many bytes, or until no other request has any."""
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = (nbytes, granted)
-        self._waiting.append(waiter)
+        # Those behind one that leaves may fit.
+        staying = self._line.stay(self._line.enter(nbytes), lambda _: self.give_back(nbytes), lambda _: self._grant())
         self._grant()
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.cancelled():
-                with contextlib.suppress(ValueError):  # its turn had come, and it was passed over
-                    self._waiting.remove(waiter)
-                self._grant()  # those behind it may fit
-            else:
-                self.give_back(nbytes)
-            raise
+        await staying
 
     def give_back(self, nbytes: int) -> None:
         """Gives bytes back, and lets waiting requests go on."""
@@ -113,11 +103,8 @@ class _Part:
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiting:
-            nbytes, granted = self._waiting[0]
+        for place, nbytes in self._line.waiting():
             if self.taken_nbytes and self.taken_nbytes + nbytes > self._limit_nbytes:
                 return
-            self._waiting.popleft()
-            if not granted.cancelled():
-                self.taken_nbytes += nbytes
-                granted.set_result(None)
+            self.taken_nbytes += nbytes
+            place.set_result(None)

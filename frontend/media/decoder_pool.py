@@ -41,6 +41,7 @@ from shmring.core.loggers import logger_of
 from shmring.engine.inputs import ProcessorSpec
 from shmring.frontend.callers.caller import caller
 from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready, Reply
+from shmring.line import WaitingLine
 from shmring.processes.process import Process
 from shmring.service.import_path import without_working_directory
 from shmring.service.logs import log_format_of_this_process
@@ -248,7 +249,6 @@ class _Waiter:
     who: str
     is_small: bool
     since_s: float
-    granted: asyncio.Future[None]
 
 
 class _Places:
@@ -266,26 +266,17 @@ class _Places:
         self._taken_by_large = 0
         self._running: dict[_Waiter, float] = {}  # those that have places: since when that is not counted yet
         self._seconds = defaultdict[str, float](float)  # of places, by caller, that were not asked for yet
-        self._waiting: list[_Waiter] = []
+        self._line: WaitingLine[None] = WaitingLine()
         self._turns = itertools.count(1)
         self._last_turn: dict[str, int] = {}  # of callers that wait or have places
 
     async def take(self, is_small: bool) -> Callable[[], None]:
         """Waits for a place. Returns a function that gives the place back, for the next waiter."""
-        loop = asyncio.get_running_loop()
-        waiter = _Waiter(caller.get(), is_small, loop.time(), loop.create_future())
+        waiter = _Waiter(caller.get(), is_small, asyncio.get_running_loop().time())
         give_back = functools.partial(self._give_back, waiter)
-        self._waiting.append(waiter)
+        staying = self._line.stay(self._line.enter(waiter), lambda _: give_back(), lambda _: self._forget(waiter.who))
         self._grant()
-        try:
-            await waiter.granted
-        except asyncio.CancelledError:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-                self._forget(waiter.who)
-            else:
-                give_back()
-            raise
+        await staying
         return give_back
 
     def _give_back(self, waiter: _Waiter) -> None:
@@ -307,29 +298,27 @@ class _Places:
     def _forget(self, who: str) -> None:
         if not self._taken[who]:
             del self._taken[who]
-            if not any(waiter.who == who for waiter in self._waiting):
+            if not any(waiter.who == who for _, waiter in self._line.waiting()):
                 self._last_turn.pop(who, None)
 
     def statistics(self) -> DecoderStatistics:
         """Returns how many places are free, and how many media wait."""
-        waiting_s = asyncio.get_running_loop().time() - self._waiting[0].since_s if self._waiting else 0.0
-        return DecoderStatistics(self._count, self._count - self._taken.total(), len(self._waiting), waiting_s)
+        since_s = [waiter.since_s for _, waiter in self._line.waiting()]
+        waiting_s = asyncio.get_running_loop().time() - since_s[0] if since_s else 0.0
+        return DecoderStatistics(self._count, self._count - self._taken.total(), len(since_s), waiting_s)
 
     def _grant(self) -> None:
         while self._taken.total() < self._count:
             has_room_for_large = self._taken_by_large < self._count_for_large
-            fitting = [
-                waiter for waiter in self._waiting if (waiter.is_small or has_room_for_large) and not waiter.granted.cancelled()
-            ]
+            fitting = [each for each in self._line.waiting() if each[1].is_small or has_room_for_large]
             if not fitting:
                 return
-            waiter = min(fitting, key=lambda waiter: (self._taken[waiter.who], self._last_turn.get(waiter.who, 0)))
-            self._waiting.remove(waiter)
+            place, waiter = min(fitting, key=lambda each: (self._taken[each[1].who], self._last_turn.get(each[1].who, 0)))
             self._running[waiter] = time.monotonic()
             self._taken[waiter.who] += 1
             self._taken_by_large += not waiter.is_small
             self._last_turn[waiter.who] = next(self._turns)
-            waiter.granted.set_result(None)
+            place.set_result(None)
 
 
 # -- processes ----------------------------------------------------------------------------------------------------------

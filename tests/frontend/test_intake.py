@@ -427,7 +427,7 @@ async def test_cancelling_at_any_moment_gives_everything_back(
             monkeypatch.setattr(*STEPS[moment], stay)
         task = asyncio.create_task(take())
         if moment == "waiting for memory":
-            await eventually(lambda: memory._quick._waiting)
+            await eventually(lambda: memory.waiting)
         elif moment == "waiting for a slot":
             await eventually(lambda: ring.statistics().waiting == 1)
         else:
