@@ -33,14 +33,12 @@ from typing import Any, NoReturn
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from shmring.engine.form_faults import explained, find_place
-from shmring.processes.child import end_with_parent
+from shmring.processes.child import end_with_parent, step_back
 
 __all__ = ["MAX_MESSAGE_NBYTES", "find_fault", "main"]
 
 MAX_MESSAGE_NBYTES = 4096
 
-_NICENESS = 5  # a trial works for one caller, and those who want its core answer everybody
-_OOM_SCORE = 500  # of 1000: when memory runs out, the kernel ends a trial rather than an engine
 _STACK_NBYTES = 1 << 20  # what fits here fits the stack of an engine's thread
 
 # Walks through a form, and tokens of each: enough to meet what is met often, in some ten milliseconds for most forms.
@@ -116,9 +114,7 @@ def _try(
     try:
         end_with_parent(parent_pid)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance writes there when it fails
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write(str(_OOM_SCORE))
-        os.nice(_NICENESS)
+        step_back()
         seconds = settings["seconds"]
         with open("/proc/self/statm") as file:
             nbytes = int(file.read().split()[0]) * resource.getpagesize() + settings["nbytes"]

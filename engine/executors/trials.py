@@ -20,8 +20,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -35,7 +33,7 @@ from shmring.engine.executors.preparing import FORMS, Stage, Stages
 from shmring.engine.executors.shared_threads import Job, SharedThreads
 from shmring.engine.form_faults import explained
 from shmring.engine.trial_process import MAX_MESSAGE_NBYTES
-from shmring.processes.process import Process
+from shmring.processes.forking import ForkingProgram
 
 __all__ = ["TRIAL_LIMITS", "FormTokens", "Trial", "Trials", "refused"]
 
@@ -219,8 +217,7 @@ class _TrialProcess:
     def __init__(self, tokens: FormTokens) -> None:
         self._tokens = tokens
         self._lock = threading.Lock()  # for what follows
-        self._process: Process | None = None
-        self._control: socket.socket | None = None
+        self._program = ForkingProgram("shmring.engine.trial_process")
         self._closed = False
 
     def run(self, form: str) -> tuple[str, float]:
@@ -249,7 +246,7 @@ class _TrialProcess:
         """Ends the process, and its trials with it."""
         with self._lock:
             self._closed = True
-            self._end()
+            self._program.close()
 
     def _run_once(self, form: str) -> tuple[str, int | None, float]:
         """Returns what a trial said, how its process ended, and its seconds. None: the process that had forked it ended."""
@@ -282,31 +279,14 @@ class _TrialProcess:
         with self._lock:
             if self._closed:
                 raise RuntimeError("forms can't be tried: the executor is closed")
-            if self._process is None or not self._process.lives:
-                self._end()
+            if not self._program.lives:
                 self._start()
-            assert self._control is not None
-            socket.send_fds(self._control, [b"\0"], [connection.fileno(), grammar.fileno()])
+            self._program.send(b"\0", connection.fileno(), grammar.fileno())
 
     def _start(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         settings = {"ends": self._tokens.ends, "seconds": _MAX_SECONDS, "nbytes": _MAX_NBYTES, "limits": TRIAL_LIMITS}
-        with theirs, _memory_file(self._tokens.text) as file:
-            fds = [theirs.fileno(), file.fileno()]
-            self._process = Process.start(
-                # -P: nothing is imported from the working directory.
-                [sys.executable, "-P", "-m", "shmring.engine.trial_process", *map(str, fds), json.dumps(settings)],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-
-    def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._process.kill()
-        self._control = self._process = None
+        with _memory_file(self._tokens.text) as file:
+            self._program.start(str(file.fileno()), json.dumps(settings), pass_fds=[file.fileno()])
 
 
 def refused(fault: object) -> FormRefusedError:

@@ -24,11 +24,8 @@ import functools
 import io
 import itertools
 import os
-import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -42,6 +39,7 @@ from shmring.engine.inputs import ProcessorSpec
 from shmring.frontend.callers.caller import caller
 from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Probe, Ready, Reply
 from shmring.line import WaitingLine
+from shmring.processes.forking import ForkingProgram
 from shmring.processes.process import Process
 from shmring.service.import_path import without_working_directory
 from shmring.service.logs import log_format_of_this_process
@@ -54,7 +52,6 @@ _SMALL_S = 0.5  # of a core; such a picture takes 0.05
 _POLL_S = 0.05  # between two looks at the time that a decoder has used
 _OFF_THE_LOOP_NBYTES = 1 << 20  # larger copies are made on a thread
 
-_PROGRAM = "shmring.frontend.media.decoder_process"
 _LOG = logger_of(__name__)
 
 _REPLIES = msgspec.msgpack.Decoder(Ready | Reply)
@@ -332,8 +329,7 @@ class _Nursery:
     """
 
     def __init__(self) -> None:
-        self._process: Process | None = None
-        self._control: socket.socket | None = None
+        self._program = ForkingProgram("shmring.frontend.media.decoder_process")
         self._has_torch: bool | None = None  # None: that is not decided
 
     def fork(self, connection: socket.socket, processor: ProcessorSpec | None) -> None:
@@ -342,38 +338,14 @@ class _Nursery:
         Raises:
             ConnectionError: this process has just ended.
         """
-        if not self._lives() or (processor is not None and processor.needs_torch and self._has_torch is False):
-            self._start()
+        if not self._program.lives or (processor is not None and processor.needs_torch and self._has_torch is False):
+            self._has_torch = None
+            # One thread: it forks, and a child has only the thread that has forked it.
+            environment = without_working_directory(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            self._program.start(log_format_of_this_process(), environment=environment)
         if processor is not None and self._has_torch is None:
             self._has_torch = processor.needs_torch
-        assert self._control is not None
-        socket.send_fds(self._control, [msgspec.msgpack.encode(processor)], [connection.fileno()])
-
-    def _lives(self) -> bool:
-        """Whether the other end of its socket is open. The kernel closes that before it reports the death of the process."""
-        if self._control is None:
-            return False
-        poll = select.poll()
-        poll.register(self._control, 0)  # POLLHUP and POLLERR are always reported
-        return not poll.poll(0)
-
-    def _start(self) -> None:
-        if self._control is not None:
-            self._control.close()
-        if self._process is not None:
-            self._process.kill()  # its socket is closed, so it is ending anyway
-        self._has_torch = None
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = Process.start(
-                # -P: nothing is imported from the working directory.
-                [sys.executable, "-P", "-m", _PROGRAM, str(theirs.fileno()), log_format_of_this_process()],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                # One thread: it forks, and a child has only the thread that has forked it.
-                env=without_working_directory(os.environ) | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            )
+        self._program.send(msgspec.msgpack.encode(processor), connection.fileno())
 
 
 @functools.cache

@@ -50,15 +50,13 @@ from shmring.frontend.media import audio, image, video
 from shmring.frontend.media.errors import MediaError
 from shmring.frontend.media.jobs import MAX_MESSAGE_NBYTES, Decode, Decoded, Failed, Probe, Probed, Ready, Reply
 from shmring.frontend.media.options import MediaKind
-from shmring.processes.child import end_with_parent
+from shmring.processes.child import end_with_parent, step_back
 from shmring.service.logs import log_in_one_thread, stacks_on_signal
 
 __all__ = ["main"]
 
 _MAX_STDERR_NBYTES = 64 << 10  # what libraries may write to stderr about one medium; further writing fails
 _MAX_QUOTED = 160  # characters of it that an error quotes
-_NICENESS = 5  # a decoder works for one caller, and the loops that want its core answer everybody
-_OOM_SCORE = 500  # of 1000: when memory runs out, the kernel ends a decoder rather than an engine
 
 
 _Header: TypeAlias = image.PictureHeader | audio.SoundHeader | video.ClipHeader
@@ -108,11 +106,9 @@ def _serve(connection: socket.socket) -> NoReturn:
     fcntl.fcntl(stderr_fd, fcntl.F_SETFL, os.O_APPEND)
     os.dup2(stderr_fd, 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_STDERR_NBYTES, _MAX_STDERR_NBYTES))  # mappings are not subject to it
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(str(_OOM_SCORE))
+    step_back()
     jobs = msgspec.msgpack.Decoder(Probe | Decode)
     encode = msgspec.msgpack.Encoder().encode
-    os.nice(_NICENESS)
     connection.send(encode(Ready(os.getpid())))
     while True:
         message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_NBYTES, 2)

@@ -221,7 +221,7 @@ def test_what_takes_too_much_to_compile_is_the_callers_fault(
     """What else can't be is in test_form_faults.py."""
     monkeypatch.setattr(trials, "_MAX_SECONDS", 1)  # of the processor: some take what they may
     monkeypatch.setattr(trials, "_TIMEOUT_S", 600.0)  # however busy the machine is
-    executor._grammars._trials._process._end()  # which was told another number
+    executor._grammars._trials._process._program.close()  # which was told another number
     for _ in range(2):  # and again, from what is kept
         with pytest.raises(ValueError, match="form of the answer") as caught:
             answer(executor, ask(structure=structure))

@@ -50,7 +50,7 @@ def make_trials(tokenizer: Any) -> Iterator[Callable[[], Trials]]:
     yield make
     for each in made:
         each.close()
-        assert each._process._process is None
+        assert each._process._program.process is None
 
 
 def begin(trial_of: Trials, form: Form, owner: str = "") -> tuple[Stages[None], Job[str]]:
@@ -236,7 +236,7 @@ def children_of(pid: int) -> list[int]:
 def wait_for_child(tried: Trials) -> int:
     deadline_s = time.monotonic() + _LIMIT_S
     while time.monotonic() < deadline_s:
-        process = tried._process._process
+        process = tried._process._program.process
         if process is not None and (children := children_of(process.pid)):
             return children[0]
         time.sleep(0.001)
@@ -267,11 +267,11 @@ def test_the_process_that_forks_trials_is_started_again(make_trials: Callable[[]
     tried = make_trials()
     _, trial = begin(tried, _SLOW)
     child = wait_for_child(tried)
-    process = tried._process._process
+    process = tried._process._program.process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     assert trial.result(_LIMIT_S) == "it takes more than 2 s or 512 MiB"
-    assert tried._process._process is not process
+    assert tried._process._program.process is not process
     outcome(tried, ("regex", "a+"))
     assert not Path(f"/proc/{child}").exists(), "it ended with the process that had forked it"
 
