@@ -173,39 +173,28 @@ def create_app(
     with_admins = Middleware(Authentication, settings.api_keys, usages, settings.admin_keys)
     viewers = [with_admins] if settings.api_keys or settings.admin_keys else []
     limits = [Middleware(KeyLimits)] if usages else []
-    admitted = [*keys, *limits, Middleware(routes.admission.before)]
-    forms = [*keys, *limits, Middleware(routes.admission.before, is_form=True)]
-    answer, messages = partial(partial, routes.answer), partial(ObservedRoute, error_form=messages_error)
+    answer, keyed = partial(partial, routes.answer), partial(ObservedRoute, middleware=keys)
+    post = partial(ObservedRoute, methods=["POST"], middleware=[*keys, *limits, Middleware(routes.admission.before)])
+    post_form = partial(post, middleware=[*keys, *limits, Middleware(routes.admission.before, is_form=True)])
     router = _Router(
         [
-            ObservedRoute("/v1/chat/completions", answer(routes.read_chat), methods=["POST"], middleware=admitted),
-            ObservedRoute("/v1/responses", answer(routes.read_response), methods=["POST"], middleware=admitted),
-            messages(MESSAGES_PATH, answer(routes.read_messages), methods=["POST"], middleware=admitted),
-            messages(f"{MESSAGES_PATH}/count_tokens", routes.count_tokens, methods=["POST"], middleware=admitted),
-            ObservedRoute("/v1/responses/{response_id}", routes.retrieve_response, middleware=keys),
-            ObservedRoute("/v1/responses/{response_id}", routes.delete_response, methods=["DELETE"], middleware=keys),
-            ObservedRoute("/v1/responses/{response_id}/input_items", routes.list_input_items, middleware=keys),
-            ObservedRoute("/v1/responses/{response_id}/cancel", routes.cancel_response, methods=["POST"], middleware=keys),
-            ObservedRoute(
-                "/v1/audio/transcriptions",
-                answer(partial(routes.read_speech, "transcribe")),
-                methods=["POST"],
-                middleware=forms,
-            ),
-            ObservedRoute(
-                "/v1/audio/translations", answer(partial(routes.read_speech, "translate")), methods=["POST"], middleware=forms
-            ),
-            ObservedRoute("/v1/completions", answer(routes.read_completion), methods=["POST"], middleware=admitted),
-            ObservedRoute("/tokenize", routes.tokenize, methods=["POST"], middleware=admitted),
-            ObservedRoute("/detokenize", routes.detokenize, methods=["POST"], middleware=admitted),
-            ObservedRoute("/v1/embeddings", routes.embed, methods=["POST"], middleware=admitted),
-            *(
-                ObservedRoute(path, partial(routes.score, parser), methods=["POST"], middleware=admitted)
-                for parser, paths in _SCORING_PATHS.items()
-                for path in paths
-            ),
-            ObservedRoute("/v1/models", routes.list_models, middleware=keys),
-            ObservedRoute("/v1/models/{name:path}", routes.retrieve_model, middleware=keys),
+            post("/v1/chat/completions", answer(routes.read_chat)),
+            post("/v1/responses", answer(routes.read_response)),
+            post(MESSAGES_PATH, answer(routes.read_messages), error_form=messages_error),
+            post(f"{MESSAGES_PATH}/count_tokens", routes.count_tokens, error_form=messages_error),
+            keyed("/v1/responses/{response_id}", routes.retrieve_response),
+            keyed("/v1/responses/{response_id}", routes.delete_response, methods=["DELETE"]),
+            keyed("/v1/responses/{response_id}/input_items", routes.list_input_items),
+            keyed("/v1/responses/{response_id}/cancel", routes.cancel_response, methods=["POST"]),
+            post_form("/v1/audio/transcriptions", answer(partial(routes.read_speech, "transcribe"))),
+            post_form("/v1/audio/translations", answer(partial(routes.read_speech, "translate"))),
+            post("/v1/completions", answer(routes.read_completion)),
+            post("/tokenize", routes.tokenize),
+            post("/detokenize", routes.detokenize),
+            post("/v1/embeddings", routes.embed),
+            *(post(path, partial(routes.score, parser)) for parser, paths in _SCORING_PATHS.items() for path in paths),
+            keyed("/v1/models", routes.list_models),
+            keyed("/v1/models/{name:path}", routes.retrieve_model),
             ObservedRoute("/health", routes.check_health),
             ObservedRoute("/ready", routes.check_ready),
             ObservedRoute("/ping", routes.check_health, methods=["GET", "POST"]),
