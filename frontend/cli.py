@@ -13,11 +13,9 @@ from collections.abc import Callable
 import click
 
 from shmring import __version__
-from shmring.engine.settings import MAX_ENGINES
 from shmring.frontend.commands.variables import unknown_variables
 from shmring.memory.limits import check_open_files
 from shmring.service.option_table import UNKNOWN_VARIABLES
-from shmring.service.option_types import NBYTES
 
 __all__ = ["main"]
 
@@ -73,23 +71,24 @@ def demo() -> None:
     raise SystemExit(run_demo())
 
 
-@main.command(short_help="Checks whether this machine is fit for an engine.")
+@main.command(
+    short_help="Checks whether this machine is fit for a server.",
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="[OPTIONS] [OPTIONS OF shmring serve]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of objects with name, status, found and advice.")
 @click.option("--sweep", is_flag=True, help="First remove what engines of this user that were killed have left.")
-@click.option("--slab-nbytes", default="1GiB", show_default=True, type=NBYTES, help="The slab that an engine is to have here.")
-@click.option(
-    "--data-parallel-size",
-    default=1,
-    show_default=True,
-    type=click.IntRange(1, MAX_ENGINES),
-    help="Engines, each with such a slab.",
-)
-@click.option("--socket-dir", default=None, help="Where its socket is to lie.  [default: the user's runtime directory]")
-def doctor(as_json: bool, sweep: bool, slab_nbytes: int, data_parallel_size: int, socket_dir: str | None) -> None:
-    """Checks whether this machine is fit for an engine, and says what to do if it is not.
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="")
+def doctor(as_json: bool, sweep: bool, words: tuple[str, ...]) -> None:
+    """Checks whether this machine is fit for a server, and says what to do if it is not.
+
+    The server is what `shmring serve` would start with the same options, variables and file of --config.
 
     Ends with exit code 1 if there is a problem.
     """
+    from shmring.frontend.commands.serve import options_of_words
+
+    options = options_of_words(words)
     click.echo("shmring doctor: looking at this machine, which takes a few seconds", err=True)
     import msgspec
     from rich.console import Console
@@ -98,9 +97,9 @@ def doctor(as_json: bool, sweep: bool, slab_nbytes: int, data_parallel_size: int
 
     try:
         if sweep:
-            removed = remove_leftovers(socket_dir)
+            removed = remove_leftovers(options.frontend.socket_dir)
             click.echo(f"shmring doctor: removed {', '.join(removed) or 'nothing'}", err=True)
-        checks = run_checks(slab_nbytes, socket_dir, data_parallel_size)
+        checks = run_checks(options)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if as_json:

@@ -33,6 +33,7 @@ from rich.text import Text
 import shmring
 from shmring.frontend.media.packages import DECODERS
 from shmring.frontend.processes.memory_checks import Check, memory_checks
+from shmring.frontend.processes.supervisor import ServeOptions
 from shmring.memory import huge_pages
 from shmring.memory.available import size_of, text_of
 from shmring.memory.slab import NAME_PREFIX, SHM_DIRECTORY, sweep
@@ -58,35 +59,30 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _PACKAGES = ("shmring", "torch", "numpy", "msgspec", "uvloop", "posix_ipc", *DECODERS)
 
 
-def run_checks(slab_nbytes: int, socket_dir: str | None = None, engines: int = 1) -> list[Check]:
-    """Looks at this machine.
-
-    Args:
-        slab_nbytes: size of the slab that each engine is to have here.
-        socket_dir: where their sockets are to lie; None: the default.
-        engines: how many are to run here.
-    """
+def run_checks(options: ServeOptions) -> list[Check]:
+    """Looks at this machine, on which a server with such options is to run."""
     filesystem = os.statvfs(SHM_DIRECTORY) if SHM_DIRECTORY.is_dir() else None
     mounts = text_of(Path("/proc/self/mounts")) or ""
     cuda = torch.cuda.is_available()
     soft_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    slabs_nbytes = engines * slab_nbytes
+    needs = options.memory_needs()
+    socket_directory = socket_path("doctor", options.frontend.socket_dir).parent
     soft_memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return [
         check_kernel(platform.release()),
         check_shm_mount(mounts, SHM_DIRECTORY),
-        check_shm_space(filesystem, slabs_nbytes),
+        check_shm_space(filesystem, needs["slabs"]),
         check_shm_inodes(filesystem),
-        *memory_checks(slabs_nbytes),
+        *memory_checks(needs),
         check_huge_pages(huge_pages.can_be_had()),
-        check_memlock(soft_memlock, slab_nbytes, cuda=cuda),
+        check_memlock(soft_memlock, needs["slabs"] // len(options.engines), cuda=cuda),
         check_open_files(soft_files),
         check_pidfd(),
         check_peer_pidfd(),
         check_descriptor_passing(),
-        check_socket_directory(socket_path("doctor", socket_dir).parent),
+        check_socket_directory(socket_directory),
         check_leftovers(SHM_DIRECTORY),
-        check_left_names(socket_path("doctor", socket_dir).parent),
+        check_left_names(socket_directory),
         *(check_package(name) for name in _PACKAGES),
         check_torch(cuda=cuda),
         check_exchange(),

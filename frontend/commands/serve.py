@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -20,7 +20,7 @@ from shmring.service.logs import configure_logging, ending
 from shmring.service.option_table import CONFIG, ELSEWHERE, Option, options_of, warn_of_variables
 from shmring.service.vllm_options import advice_on
 
-__all__ = ["serve", "without_options"]
+__all__ = ["options_of_words", "serve", "without_options"]
 
 logger = logger_of("shmring.frontend.processes.supervisor")
 
@@ -87,6 +87,16 @@ def serve(**values: Any) -> None:
         run_server(options)
     except ServeError as error:
         raise ending(f"shmring: {error}") from None
+
+
+def options_of_words(words: Sequence[str]) -> ServeOptions:
+    """Returns what ``shmring serve`` would run that has these words on its command line.
+
+    Raises:
+        click.UsageError: they make no sense.
+    """
+    with serve.make_context("shmring serve", list(words)) as context:
+        return _options_of(context.params)
 
 
 def without_options(environment: Mapping[str, str]) -> dict[str, str]:

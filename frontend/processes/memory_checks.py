@@ -1,4 +1,4 @@
-"""Whether there is memory for the slabs, and whether the kernel killed a process for lack of it; for the doctor and a server's
+"""Whether there is memory for a server, and whether the kernel killed a process for lack of it; for the doctor and a server's
 start.
 
 Nothing here imports torch: the supervisor asks before it starts anything.
@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from shmring.door import parse_nbytes
+from shmring.engine.settings import EngineSettings
+from shmring.frontend.processes.accelerators import count_gpus
+from shmring.frontend.settings import FrontendSettings
 from shmring.memory.available import CGROUPS, MEMBERSHIP, MEMINFO, groups, limits, size_of, sizes_of, text_of
 
 __all__ = [
@@ -20,6 +25,7 @@ __all__ = [
     "check_memory",
     "describe_kill",
     "memory_checks",
+    "needs_of",
     "oom_kills",
 ]
 
@@ -27,7 +33,12 @@ Status = Literal["ok", "warning", "problem"]
 
 _CGROUP_CHECK = "cgroup memory"
 
-_PRIVATE_NBYTES = 1 << 30  # what the processes take beside the slab: some 250 MB each for an engine and three frontends
+# What processes take for themselves: 20 MB, 160 (they import torch), 180 with what forks decoders, and 60 at a picture of 12
+# megapixels were measured. Libraries' pages, which they share, come on top.
+_SUPERVISOR_NBYTES = 50 << 20
+_ENGINE_NBYTES = 250 << 20
+_FRONTEND_NBYTES = 300 << 20
+_DECODER_NBYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,48 +58,75 @@ class Check:
     advice: str = ""
 
 
-def memory_checks(slabs_nbytes: int) -> list[Check]:
-    """Compares this machine's memory, and this container's limit, with the slabs."""
+def needs_of(engines: Sequence[EngineSettings], http: FrontendSettings, frontends: int) -> dict[str, int]:
+    """Returns the bytes of memory that a server takes, by what takes them: as many as its options allow.
+
+    Media that are kept lie in the slabs. Not counted are files that are being fetched, and decoded media of a request that is
+    larger than the memory for them: it is decoded alone.
+
+    Args:
+        engines: its engines.
+        http: of each frontend.
+        frontends: how many.
+    """
+    each_nbytes = _FRONTEND_NBYTES + http.decoders * _DECODER_NBYTES
+    return {
+        "slabs": sum(parse_nbytes(engine.ring.slab_nbytes) for engine in engines),
+        "processes": _SUPERVISOR_NBYTES + len(engines) * _ENGINE_NBYTES + frontends * each_nbytes,
+        "bodies": frontends * http.max_bodies_nbytes,
+        "decoded media": frontends * http.max_decoded_nbytes,
+        "responses": http.response_store_nbytes if http.response_lifetime_s else 0,
+        "models": 0 if count_gpus() else sum(_weights_nbytes(engine.model) for engine in engines),
+    }
+
+
+def _weights_nbytes(model: str | None) -> int:
+    """Returns how large the files of a model are that lies in a directory. Of one on a hub, that is not known here."""
+    return sum(path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors")) if model else 0
+
+
+def memory_checks(needs: Mapping[str, int]) -> list[Check]:
+    """Compares this machine's memory, and this container's limit, with what a server needs (:func:`needs_of`)."""
     return [
-        check_memory(text_of(MEMINFO) or "", slabs_nbytes),
-        check_cgroup(MEMBERSHIP, CGROUPS, slabs_nbytes),
+        check_memory(text_of(MEMINFO) or "", needs),
+        check_cgroup(MEMBERSHIP, CGROUPS, needs),
     ]
 
 
-def check_memory(meminfo: str, slabs_nbytes: int) -> Check:
-    """Compares the machine's memory with the slabs; ``meminfo`` is the text of ``/proc/meminfo``."""
+def check_memory(meminfo: str, needs: Mapping[str, int]) -> Check:
+    """Compares the machine's memory with what a server needs; ``meminfo`` is the text of ``/proc/meminfo``."""
     sizes = sizes_of(meminfo)
     if "MemAvailable" not in sizes:
         return Check("memory", "warning", "/proc/meminfo does not say what is available", "mount /proc")
     available, total = sizes["MemAvailable"], sizes.get("MemTotal", 0)
     text = f"{size_of(available)} of {size_of(total)} are available"
-    return Check("memory", *_compare(text, available, slabs_nbytes, "lower --slab-nbytes, or take a machine with more"))
+    return Check("memory", *_compare(text, available, needs, "lower --slab-nbytes, or take a machine with more"))
 
 
-def _compare(finding: str, available_nbytes: int, slabs_nbytes: int, advice: str) -> tuple[Status, str, str]:
-    """Returns status, finding and advice about memory that must hold the slabs and the processes."""
-    if available_nbytes < slabs_nbytes:
-        return "problem", f"{finding}; slabs take {size_of(slabs_nbytes)}", advice
-    if available_nbytes < slabs_nbytes + _PRIVATE_NBYTES:
-        more = f"beside slabs of {size_of(slabs_nbytes)}, {size_of(available_nbytes - slabs_nbytes)} are left for the processes"
-        return "warning", f"{finding}; {more}", advice
-    return "ok", finding, ""
+def _compare(finding: str, available_nbytes: int, needs: Mapping[str, int], advice: str) -> tuple[Status, str, str]:
+    """Returns status, finding and advice about memory that must hold a server: slabs at its start, and the rest in time."""
+    needed_nbytes = sum(needs.values())
+    parts = ", ".join(f"{what} {size_of(nbytes)}" for what, nbytes in needs.items() if nbytes)
+    finding = f"{finding}; a server takes {size_of(needed_nbytes)} ({parts})"
+    if available_nbytes >= needed_nbytes:
+        return "ok", finding, ""
+    return "problem" if available_nbytes < needs["slabs"] else "warning", finding, advice
 
 
-def check_cgroup(membership: Path, root: Path, slabs_nbytes: int) -> Check:
-    """Compares a container's memory limit with the slabs. The process that touches it first is charged for it: the engine.
+def check_cgroup(membership: Path, root: Path, needs: Mapping[str, int]) -> Check:
+    """Compares a container's memory limit with what a server needs. The slab is charged to who touches it first: the engine.
 
     Args:
         membership: ``/proc/self/cgroup``.
         root: where the control groups are mounted.
-        slabs_nbytes: size of all slabs.
+        needs: of the server.
     """
     found = list(limits(text_of(membership) or "", root))
     if not found:
         return Check(_CGROUP_CHECK, "ok", "not limited")
     limit, file = min(found)
     advice = "raise the container's memory limit (docker run --memory=, resources.limits.memory), or lower --slab-nbytes"
-    return Check(_CGROUP_CHECK, *_compare(f"limited to {size_of(limit)} by {file}", limit, slabs_nbytes, advice))
+    return Check(_CGROUP_CHECK, *_compare(f"limited to {size_of(limit)} by {file}", limit, needs, advice))
 
 
 # -- processes that the kernel killed -----------------------------------------------------------------------------------

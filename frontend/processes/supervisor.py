@@ -56,7 +56,6 @@ import click
 import msgspec
 
 from shmring.core.loggers import logger_of
-from shmring.door import parse_nbytes
 from shmring.engine.settings import EngineSettings
 from shmring.frontend.http.listening import listen, place_of, url_of
 from shmring.frontend.openai.response_memory import ResponseMemory
@@ -64,7 +63,7 @@ from shmring.frontend.operator.number_files import DIRECTORY_VARIABLE
 from shmring.frontend.processes.accelerators import count_gpus, environment_of
 from shmring.frontend.processes.child import Child, end_children
 from shmring.frontend.processes.liveness import EngineLife, Life, answering
-from shmring.frontend.processes.memory_checks import describe_kill, memory_checks, oom_kills
+from shmring.frontend.processes.memory_checks import describe_kill, memory_checks, needs_of, oom_kills
 from shmring.frontend.settings import ProcessSettings
 from shmring.memory.available import lack_of_memory
 from shmring.memory.limits import check_open_files
@@ -157,6 +156,10 @@ class ServeOptions:
         """How often each process shows that it lives; 0: never."""
         return min(_LONGEST_HEARTBEAT_S, self.heartbeat_timeout_s / _HEARTBEATS)
 
+    def memory_needs(self) -> dict[str, int]:
+        """Returns the bytes of memory that the server takes, by what takes them (:func:`needs_of`)."""
+        return needs_of(self.engines, self.frontend.http, self.frontends)
+
 
 def _parse_ready_fd(fd: int | None) -> int | None:
     if fd is not None:
@@ -194,7 +197,7 @@ def serve(options: ServeOptions) -> None:
         check_open_files(_OPEN_FILES + _OPEN_FILES_PER_PROCESS * processes, "shmring serve")
     except OSError as error:
         raise ServeError(error.strerror or str(error)) from None
-    _check_memory(_slabs_nbytes(options))
+    _check_memory(options)
     with (
         _listen(options.frontend) as listening,
         _listen_for_probes(options) as probed,
@@ -204,19 +207,16 @@ def serve(options: ServeOptions) -> None:
         asyncio.run(_Supervisor(options, listening, metrics_dir, probed).run())
 
 
-def _slabs_nbytes(options: ServeOptions) -> int:
-    return sum(parse_nbytes(engine.ring.slab_nbytes) for engine in options.engines)
-
-
-def _check_memory(slabs_nbytes: int) -> None:
-    """Says what ``shmring doctor`` says about the memory for the slabs, if there may be too little.
+def _check_memory(options: ServeOptions) -> None:
+    """Says what ``shmring doctor`` says about memory, if there may be too little.
 
     Raises:
-        ServeError: it is more than there is, so the kernel would kill a process.
+        ServeError: slabs take more than there is, so the kernel would kill a process.
     """
-    if lack := lack_of_memory(slabs_nbytes, "slabs", "--slab-nbytes"):
+    needs = options.memory_needs()
+    if lack := lack_of_memory(needs["slabs"], "slabs", "--slab-nbytes"):
         raise ServeError(lack)
-    for check in memory_checks(slabs_nbytes):
+    for check in memory_checks(needs):
         if check.status != "ok":
             _say(f"{check.name}: {check.finding}; {check.advice}")
 
@@ -395,7 +395,7 @@ class _Supervisor:
         for timer in (closing, saying):
             timer.cancel()
         self._listening.close()
-        slabs_gib = _slabs_nbytes(self._options) / 2**30
+        slabs_gib = self._options.memory_needs()["slabs"] / 2**30
         engines_s = settings.shutdown_timeout_s + _ENGINES_GRACE_S + slabs_gib * _FREEING_S_PER_GIB
         await end_children(self._engines.values(), engines_s, self._stop.hurry)
 

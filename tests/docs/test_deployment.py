@@ -34,6 +34,7 @@ from shmring.frontend.callers.keys import KEYS_VARIABLE
 from shmring.frontend.commands import serve as serve_command
 from shmring.frontend.commands.ray_options import settings_of_arguments
 from shmring.frontend.processes import supervisor
+from shmring.frontend.processes.memory_checks import needs_of
 from shmring.frontend.processes.supervisor import ServeOptions
 from shmring.service.option_table import Option
 from tests.frontend.commands.test_option_places import accepted
@@ -43,7 +44,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = "1.31"  # whose schemas the manifests are compared with
 LIMIT_S = 90.0
-PROCESSES_NBYTES = 1 << 30  # what the processes take beside the slab, as shmring doctor says
 
 # Each instruction once, in order; those that only say something about the image are not carried out.
 SAID = {"ARG", "FROM", "ENV", "USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "STOPSIGNAL", "COMMENT", "ENTRYPOINT", "WORKDIR"}
@@ -176,15 +176,21 @@ def test_the_slab_fits_and_the_server_has_the_time_to_stop(tmp_path: Path) -> No
     for name, place in places(tmp_path):
         slabs_nbytes = sum(parse_nbytes(engine.ring.slab_nbytes) for engine in place.options.engines)
         assert place.shm_nbytes is None or slabs_nbytes < place.shm_nbytes, name
-        http = place.options.frontend.http
-        each_nbytes = http.max_decoded_nbytes + http.max_bodies_nbytes
-        assert slabs_nbytes + PROCESSES_NBYTES + place.options.frontends * each_nbytes <= place.memory_nbytes, name
+        assert sum(place.options.memory_needs().values()) <= place.memory_nbytes, name
         grace_s = supervisor._FRONTENDS_GRACE_S + supervisor._ENGINES_GRACE_S
         running_s = place.options.frontend.shutdown_delay_s + place.options.frontend.shutdown_timeout_s
         stop_s = running_s + grace_s + slabs_nbytes / 2**30 * supervisor._FREEING_S_PER_GIB
         assert stop_s < place.stop_s <= stop_s + 30, name
         assert place.ports == {place.options.frontend.port} == {port}, name
         assert place.options.frontend.http.api_keys, f"{name}: nobody may call it without a key"
+
+
+def test_the_page_on_memory_has_the_sums_of_the_doctor() -> None:
+    page = " ".join((ROOT / "docs" / "operations.md").read_text().split())
+    place, default_nbytes = of_kubernetes(), sum(accepted().memory_needs().values())
+    of_place_nbytes = sum(place.options.memory_needs().values())
+    assert f"For the defaults, that makes {default_nbytes / 2**30:.1f} GiB." in page
+    assert f"Of the {place.memory_nbytes >> 30} GiB of `deployment.yaml`, that is {of_place_nbytes / 2**30:.1f}:" in page
 
 
 def test_all_files_run_the_server_in_the_same_way(tmp_path: Path) -> None:
@@ -283,11 +289,9 @@ def test_a_worker_of_ray_has_room_for_a_replica_and_the_object_store() -> None:
     slab_nbytes = parse_nbytes(settings.engine.ring.slab_nbytes)
     assert volume["emptyDir"]["medium"] == "Memory"
     assert slab_nbytes + store_nbytes < size(volume["emptyDir"]["sizeLimit"])
-    each_nbytes = settings.http.max_decoded_nbytes + settings.http.max_bodies_nbytes
+    needs_nbytes = sum(needs_of([settings.engine], settings.http, 1).values())
     memory_of_ray_nbytes = 1 << 30  # its own processes on a node
-    assert slab_nbytes + store_nbytes + each_nbytes + PROCESSES_NBYTES + memory_of_ray_nbytes < 0.95 * memory_nbytes, (
-        "from 95 % on, Ray kills workers"
-    )
+    assert needs_nbytes + store_nbytes + memory_of_ray_nbytes < 0.95 * memory_nbytes, "from 95 % on, Ray kills workers"
     assert settings.engine.shutdown_timeout_s < pod_spec["terminationGracePeriodSeconds"]
     assert settings.http.request_timeout_s < serving["http_options"]["request_timeout_s"], "the frontend says what was too slow"
     [variable] = container["env"]

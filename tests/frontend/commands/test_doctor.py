@@ -18,12 +18,14 @@ from rich.console import Console
 from shmring.frontend.cli import main
 from shmring.frontend.commands import doctor
 from shmring.frontend.commands.doctor import Check
+from shmring.frontend.commands.serve import options_of_words
 from shmring.frontend.processes import memory_checks
 from shmring.memory.slab import NAME_PREFIX
 from shmring.transport.listener import Listener
 from tests.tables import for_each
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
+NEEDS = {"slabs": GIB, "processes": GIB // 2, "bodies": 0, "decoded media": GIB // 2}
 SHM = Path("/dev/shm")
 
 
@@ -35,7 +37,7 @@ def filesystem(blocks: int, free: int, files: int = 1000, free_files: int = 900)
 
 
 def test_this_machine_passes_and_the_self_test_is_timed() -> None:
-    checks = {check.name: check for check in doctor.run_checks(8 << 20)}
+    checks = {check.name: check for check in doctor.run_checks(options_of_words(["--slab-nbytes=8MiB"]))}
     assert not doctor.has_problem(list(checks.values())), checks
     assert "us (median)" in checks["self-test"].finding
     assert checks["torch"].finding.startswith("2.")
@@ -55,7 +57,32 @@ def test_the_command_prints_json_and_fails_for_a_problem() -> None:
 
 def test_several_engines_need_room_for_their_slabs_together() -> None:
     for nbytes, more in (("8 MiB", []), ("32 MiB", ["--data-parallel-size=4"])):
-        assert f"slabs take {nbytes}" in doctored("--slab-nbytes=8MiB", *more)[1]["/dev/shm space"].finding
+        checks = doctored("--slab-nbytes=8MiB", *more)[1]
+        assert f"slabs take {nbytes}" in checks["/dev/shm space"].finding
+        assert f"(slabs {nbytes}, processes" in checks["memory"].finding
+
+
+def test_the_memory_that_a_server_takes_is_what_its_options_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs(*words: str) -> dict[str, int]:
+        return options_of_words(["--slab-nbytes=16MiB", *words]).memory_needs()
+
+    def more(*words: str) -> dict[str, int]:
+        return {what: nbytes - usual[what] for what, nbytes in needs(*words).items() if nbytes != usual[what]}
+
+    monkeypatch.setattr(memory_checks, "count_gpus", lambda: 0)
+    usual, each = needs(), memory_checks._FRONTEND_NBYTES + 4 * memory_checks._DECODER_NBYTES
+    assert more("-dp", "3") == {"slabs": 32 * MIB, "processes": 2 * memory_checks._ENGINE_NBYTES}
+    assert more("--api-server-count=3") == {"processes": each, "bodies": 256 * MIB, "decoded media": 256 * MIB}
+    assert more("--decoders=5") == {"processes": 2 * memory_checks._DECODER_NBYTES}
+    assert more("--max-bodies-nbytes=257MiB", "--max-decoded-nbytes=1GiB") == {"bodies": 2 * MIB, "decoded media": 1536 * MIB}
+    assert more("--response-store-nbytes=65MiB") == {"responses": MIB}
+    assert more("--response-lifetime=0") == {"responses": -64 * MIB}
+    for file in ("model-1.safetensors", "model-2.safetensors", "tokenizer.json"):
+        (tmp_path / file).write_bytes(bytes(MIB))
+    served = (f"--model={tmp_path}", "--executor=json:Executor", "--data-parallel-size=2")
+    assert more(*served)["models"] == 4 * MIB
+    monkeypatch.setattr(memory_checks, "count_gpus", lambda: 1)
+    assert "models" not in more(*served), "it is in the memory of the GPU"
 
 
 def test_the_command_refuses_what_is_no_size() -> None:
@@ -131,14 +158,14 @@ def test_inodes(files: int, free: int, status: str) -> None:
     assert doctor.check_shm_inodes(filesystem(10, 10, files, free)).status == status
 
 
-@for_each(("available_kib", "status"), [(8 << 20, "ok"), (1500 << 10, "warning"), (1 << 19, "problem")])
+@for_each(("available_kib", "status"), [(2 << 20, "ok"), ((2 << 20) - 1, "warning"), (1 << 20, "warning"), (524288, "problem")])
 def test_memory(available_kib: int, status: str) -> None:
     meminfo = f"MemTotal:       16777216 kB\nMemFree:         1 kB\nMemAvailable:   {available_kib} kB\nHugePages_Total:   0\n"
-    check = memory_checks.check_memory(meminfo, GIB)
+    check = memory_checks.check_memory(meminfo, NEEDS)
     assert check.status == status
     assert "of 16 GiB are available" in check.finding
     assert bool(check.advice) == (status != "ok")
-    assert memory_checks.check_memory("", GIB).status == "warning", "it can't be seen"
+    assert memory_checks.check_memory("", NEEDS).status == "warning", "it can't be seen"
 
 
 def write(path: Path, text: str) -> Path:
@@ -153,21 +180,22 @@ def test_the_smallest_limit_of_all_groups_above_us_counts(tmp_path: Path) -> Non
     write(root / "memory.max", "1\n").rename(tmp_path / "memory.max")  # beyond the root, nothing is looked at
     write(root / "pod" / "container" / "memory.max", f"{8 * GIB}\n")
     write(root / "pod" / "container" / "init" / "memory.max", "max\n")
-    for nbytes, status in ((4 * GIB, "ok"), (GIB + (GIB >> 1), "warning"), (GIB // 2, "problem")):
+    for nbytes, status in ((2 * GIB, "ok"), (2 * GIB - 1, "warning"), (GIB // 2, "problem")):
         write(root / "pod" / "memory.max", f"{nbytes}\n")
-        check = memory_checks.check_cgroup(membership, root, GIB)
+        check = memory_checks.check_cgroup(membership, root, NEEDS)
         assert check.status == status
-    assert check.finding == f"limited to 512 MiB by {root}/pod/memory.max; slabs take 1 GiB"
+    taken = "a server takes 2 GiB (slabs 1 GiB, processes 512 MiB, decoded media 512 MiB)"
+    assert check.finding == f"limited to 512 MiB by {root}/pod/memory.max; {taken}"
     assert "--memory=" in check.advice
-    assert memory_checks.check_cgroup(tmp_path / "none", tmp_path, GIB).status == "ok", "there are no groups"
+    assert memory_checks.check_cgroup(tmp_path / "none", tmp_path, NEEDS).status == "ok", "there are no groups"
 
 
 def test_control_groups_of_version_1(tmp_path: Path) -> None:
     membership = write(tmp_path / "cgroup", "5:cpu,cpuacct:/a\n4:memory:/docker/x\n1:name=systemd:/\n")
     limit = write(tmp_path / "fs" / "memory" / "docker" / "x" / "memory.limit_in_bytes", f"{GIB // 4}\n")
-    assert memory_checks.check_cgroup(membership, tmp_path / "fs", GIB).status == "problem"
+    assert memory_checks.check_cgroup(membership, tmp_path / "fs", NEEDS).status == "problem"
     limit.write_text("9223372036854771712\n")  # what it says instead of "max"
-    assert memory_checks.check_cgroup(membership, tmp_path / "fs", GIB).finding == "not limited"
+    assert memory_checks.check_cgroup(membership, tmp_path / "fs", NEEDS).finding == "not limited"
 
 
 def test_processes_that_the_kernel_killed_for_lack_of_memory(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +111,15 @@ def test_slabs_that_can_not_be_had_are_refused_before_a_process_is_started(monke
 def test_slabs_that_may_be_too_large_are_a_line_for_whoever_starts_the_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[int] = []
+    asked: list[Mapping[str, int]] = []
 
-    def checks(slabs_nbytes: int) -> list[Check]:
-        asked.append(slabs_nbytes)
+    def checks(needs: Mapping[str, int]) -> list[Check]:
+        asked.append(needs)
         return [Check("memory", "problem", "1 MiB of 2 GiB are available", "take more"), Check("cgroup memory", "ok", "", "")]
 
     monkeypatch.setattr(supervisor, "memory_checks", checks)
-    supervisor._check_memory(6 << 20)
-    assert asked == [6 << 20]
+    supervisor._check_memory(serving := options(engines=[EngineSettings(name="test", ring=RingConfig(slab_nbytes="6MiB"))]))
+    assert asked == [serving.memory_needs()]
     assert capsys.readouterr().err == "shmring: memory: 1 MiB of 2 GiB are available; take more\n"
 
 
