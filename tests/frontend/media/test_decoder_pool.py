@@ -264,6 +264,7 @@ async def test_decoders_let_the_loops_go_first(pool: DecoderPool, many_scans: Ca
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert {os.getpriority(os.PRIO_PROCESS, child) for child in children_of(nursery())} == {min(19, own + 5)}
     assert os.getpriority(os.PRIO_PROCESS, nursery()) == own
+    assert {Path(f"/proc/{child}/oom_score_adj").read_text() for child in children_of(nursery())} == {"500\n"}
 
 
 async def test_callers_have_decoders_in_turn() -> None:
