@@ -103,6 +103,8 @@ class RingConfig:
             of what can be leased. One that is alone may hold all, and each may always have one lease of any size.
         kept_nbytes: how many bytes of the slab may hold content that is kept to be sent again (``client.keep``); ``None``: half
             of what can be leased; 0: nothing is kept. Content that is not pinned gives way to leases.
+        client_pinned_nbytes: how many bytes of kept content one frontend may have pinned at a time; ``None``: all of it. So one
+            that reads and leaves nothing can't keep all content from being dropped.
         max_clients: connections of frontends at a time.
 
             Each costs two descriptors; the usual limit is 1,024. A connection that has ended does not count. A process with 16
@@ -145,6 +147,7 @@ class RingConfig:
     max_lease_nbytes: int | str | None = None
     client_quota_nbytes: int | str | None = None
     kept_nbytes: int | str | None = None
+    client_pinned_nbytes: int | str | None = None
     max_clients: int = 256
     max_inflight: int = 1024
     message_ring_nbytes: int | str = "256KiB"
@@ -167,7 +170,7 @@ class RingConfig:
     def __post_init__(self) -> None:
         _normalise(
             self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "kept_nbytes",
-            "message_ring_nbytes", "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes",
+            "client_pinned_nbytes", "message_ring_nbytes", "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes",
             "broadcast_nbytes",
         )  # fmt: skip
         _require(self.backing in BACKINGS, f"backing must be 'auto', '/dev/shm' or 'memfd', not {shown(self.backing)}")
@@ -277,6 +280,7 @@ class RingOptions(TypedDict, total=False):
     max_lease_nbytes: int | str | None
     client_quota_nbytes: int | str | None
     kept_nbytes: int | str | None
+    client_pinned_nbytes: int | str | None
     max_clients: int
     max_inflight: int
     message_ring_nbytes: int | str

@@ -110,6 +110,10 @@ class RingStatistics(_Record):
         kept_hits: lookups of content that was there.
         kept_misses: lookups of content that was not.
         kept_evictions: contents that have gone because their memory was wanted.
+        kept_evictions_for_content: contents of those that made room for other content; the others made room for a lease.
+        kept_evicted_nbytes: bytes of contents that have gone because their memory was wanted.
+        kept_refusals: contents not kept, or not pinned for a frontend that looked for them, because of a limit.
+        kept_waits: keys for which frontends wait now, each counted once for each frontend.
         pinned_nbytes: bytes of the slab that are registered with CUDA: all or nothing.
         pin_seconds: seconds that registering them took.
         device_copies: requests copied to a GPU.
@@ -175,6 +179,10 @@ class RingStatistics(_Record):
     kept_hits: int = _counter()
     kept_misses: int = _counter()
     kept_evictions: int = _counter()
+    kept_evictions_for_content: int = _counter()
+    kept_evicted_nbytes: int = _counter()
+    kept_refusals: int = _counter()
+    kept_waits: int
     device_slab_nbytes: int = 0
     device_slab_free_nbytes: int = 0
     device_slab_leased_nbytes: int = 0

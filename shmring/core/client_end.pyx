@@ -367,6 +367,22 @@ cdef class BaseSlot:
         self._cursor = offset[0] + nbytes
         return 0
 
+    def _hand_on(self) -> Slot:
+        """Hands a slot in host memory on: its caller has left it from now on, and what is returned leaves it once more.
+
+        Raises:
+            ClosedError: it was left, or is in device memory.
+        """
+        cdef BaseSlot other
+        if self._end is None or self._region == NULL:
+            raise ClosedError("this slot was left, or is in device memory")
+        other = new_instance(type(self), ())
+        other.nbytes, other._record, other._cursor = self.nbytes, self._record, self._cursor
+        other._address, other._drain = self._address, self._drain
+        other._region, self._region = self._region, NULL
+        other._end, self._end = self._end, None
+        return other
+
     def _take_bytes(self, shape: Sequence[int], dtype: str, nbytes: int) -> int:
         """Reserves the bytes of a tensor; returns where they begin.
 
@@ -516,6 +532,8 @@ cdef class ClientEnd(RecordHandler):
             another one.
         device_slots: the slots in device memory; the shell sets it.
         held: slots that callers hold.
+        pinned: kept content that this client has pinned, by key.
+        kept_hits: how often a caller looked for content that was pinned already.
         pending: requests in flight, by id.
     """
 
@@ -524,6 +542,8 @@ cdef class ClientEnd(RecordHandler):
     cdef int _forks          # of its home
     cdef readonly ClientBook book
     cdef readonly HeldSlots held
+    cdef readonly dict pinned  # type: dict[bytes, Pin]
+    cdef readonly uint64_t kept_hits
     cdef readonly Regions regions
     cdef readonly Numbered pending
     cdef readonly uint64_t epoch
@@ -627,6 +647,7 @@ cdef class ClientEnd(RecordHandler):
         self._max_payload_nbytes = max_payload_nbytes
         self.is_open = True
         self.held = HeldSlots()
+        self.pinned = {}
         self.pending = Numbered()
         self._decoders = {}
 
@@ -664,6 +685,25 @@ cdef class ClientEnd(RecordHandler):
         if decoder is None:
             decoder = self._decoders[reply_type] = self.shell.decoder(reply_type)
         return decoder
+
+    # -- kept content ------------------------------------------------------------------------------------------------
+
+    # Other threads call the first of these. Each is one step for them: it runs no Python code, and keeps the interpreter's lock.
+
+    def use_pinned(self, bytes key not None) -> Pin | None:
+        """On any thread: returns what is pinned under a key, with one more user; None: nothing is."""
+        cdef Pin pin = self.pinned.get(key)
+        if pin is not None:
+            pin.users += 1
+            self.kept_hits += 1
+        return pin
+
+    def forget_unused(self, Pin pin not None) -> bool:
+        """Forgets a pin without users and views, so that nobody can use it any more; returns whether it has."""
+        if pin.users or pin.views:
+            return False
+        del self.pinned[pin.key]
+        return True
 
     # -- slots -------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ record. If they return a list of effects, they return None for an empty one. The
 ``tests/model/engine_book.py`` specifies the book in plain Python, and the tests compare the two.
 
 Kept content (``kept_book.pyx``) is found, pinned and handed over here. The book counts the pins of each client; they end when
-the client gives them back, says goodbye or dies, as its leases do. A request names kept content as a slot of lease 0. The book
+the client gives them back, says goodbye or dies, as its leases do. A client that waits for a key stops when its connection ends. A request names kept content as a slot of lease 0. The book
 makes a record for each such use, like that of any other slot, with a number of its own, so that one content can be in many
 requests.
 
@@ -117,6 +117,8 @@ cdef class EngineBook:
     cdef uint64_t _slots_in[ENGINE_SLOT_STATES]
     cdef uint64_t _device_slots
     cdef uint64_t _max_pins
+    cdef uint64_t _most_pinned_blocks      # of a client
+    cdef uint64_t _max_waits
     cdef bint _owes_service                # whether a pin has gone, so that waiting clients must be served
 
     def __init__(self, geometry: Geometry, limits: EngineBookLimits):
@@ -135,7 +137,8 @@ cdef class EngineBook:
         self._reply_wants, self._lent_replies = {}, set()
         self._next_reply_generation = 1
         self._max_inflight, self._reply_reserve_blocks = limits.max_inflight, geometry.reply_blocks
-        self._max_pins = limits.max_pins
+        self._max_pins, self._most_pinned_blocks = limits.max_pins, limits.pinned_blocks
+        self._max_waits = limits.max_waits
 
     # -- clients ---------------------------------------------------------------------------------------------------
 
@@ -197,6 +200,8 @@ cdef class EngineBook:
                 if type(effect) is not Released:  # no frontend is left to be told
                     effects.append(effect)
         client.connected = False
+        for token in list(client.waits):
+            self.kept.end_wait(client, token)
         for lending in self.lendings:
             lending.forget(client)
         self._drop_reply_wants(client)
@@ -565,22 +570,64 @@ cdef class EngineBook:
 
     # -- what is kept ------------------------------------------------------------------------------------------------
 
-    def find(self, uint64_t client_id, uint64_t token, bytes key) -> list[EngineEffect]:
-        """A client looks for kept content: if it is there, it is pinned once more for the client."""
+    def find(self, uint64_t client_id, uint64_t token, bytes key, bint waits=False) -> list[EngineEffect]:
+        """A client looks for kept content: if it is there, it is pinned once more for the client.
+
+        Args:
+            client_id: which one.
+            token: of its question.
+            key: of the content.
+            waits: whether the answer, if the content is not there, waits for it; or until the client stops waiting.
+
+        Raises:
+            RemoteProtocolError: it waits for this key already, or for as many as it may, or by this token. Nothing was changed.
+        """
         cdef ClientRecord client = self._connected(client_id)
         cdef KeptRecord kept = self.kept.by_key.get(key)
-        if kept is None:
+        if kept is not None:
+            return [Answered(client_id, self._answer_to(client, token, kept))]
+        if not waits:
             self.kept.misses += 1
             return [Answered(client_id, NotKept(token, "absent"))]
-        if client.pin_count >= self._max_pins:
-            return [Answered(client_id, NotKept(token, "pins"))]
+        if token in client.waits or client_id in self.kept.waits.get(key, ()):
+            raise RemoteProtocolError(f"client {client_id} waits for content twice, by one token or for one key")
+        if <uint64_t>len(client.waits) >= self._max_waits:
+            raise RemoteProtocolError(f"client {client_id} waits for more than {self._max_waits} keys")
+        self.kept.wait(client, token, key)
+        return []
+
+    def stop_waiting(self, uint64_t client_id, tokens: Sequence[int]) -> list[EngineEffect]:
+        """A client waits no more for the answers to these questions. One that was answered meanwhile is no error."""
+        cdef ClientRecord client = self._connected(client_id)
+        cdef list effects = []
+        for token in tokens:
+            if token in client.waits:
+                self.kept.end_wait(client, token)
+                self.kept.misses += 1
+                effects.append(Answered(client_id, NotKept(token, "absent")))
+        return effects
+
+    cdef object _answer_to(self, ClientRecord client, token, KeptRecord kept):
+        """Pins content for a client that has looked for it, if it may; returns the answer."""
+        if not self._may_pin(client, kept, kept.blocks):
+            self.kept.refusals += 1
+            return NotKept(token, "pins")
         self.kept.hits += 1
+        kept.hits += 1
         self._pin(client, kept)
-        return [Answered(client_id, _found(token, kept))]
+        return _found(token, kept)
+
+    cdef bint _may_pin(self, ClientRecord client, KeptRecord kept, uint64_t blocks) except -1:
+        """Whether a client may pin content of so many blocks once more; None: it is not kept yet."""
+        if client.pin_count >= self._max_pins:
+            return False
+        if kept is not None and kept.generation in client.pins:
+            return True
+        return client.pinned_blocks + blocks <= self._most_pinned_blocks
 
     def keep(self, uint64_t client_id, content: Keep) -> list[EngineEffect]:
         """A client hands a slot over, to be kept and pinned for it. Of two contents with one key, the first is kept, and both
-        clients get that.
+        clients get that. Clients that wait for the key have it from now on, in the order in which they began to wait.
 
         Args:
             content: its payload was checked.
@@ -601,18 +648,19 @@ cdef class EngineBook:
         client.last_generation = record.generation
         record.lease.new_moments = 0
         kept = self.kept.by_key.get(content.key)
-        reason = self._why_not_kept(client, record, kept is not None)
+        reason = self._why_not_kept(client, record, kept)
         if reason is not None or kept is not None:
             record.lease.live.give(record.start, record.blocks)
             effects = [Released(client_id, (record.generation,))]
             if reason is not None:
+                self.kept.refusals += 1
                 effects.append(Answered(client_id, NotKept(content.token, reason)))
                 return effects
             self._pin(client, kept)
             effects.append(Answered(client_id, _found(content.token, kept)))
             return effects
         while self.kept.must_give(record.blocks):
-            self.host.evict(<KeptRecord>next(iter(self.kept.unpinned.values())))
+            self.host.evict(<KeptRecord>next(iter(self.kept.unpinned.values())), True)
         kept = KeptRecord.__new__(KeptRecord)
         kept.generation, kept.key = record.generation, content.key
         kept.payload, kept.is_copied = content.payload, content.is_copied
@@ -623,14 +671,18 @@ cdef class EngineBook:
         self.kept.add(kept)
         self._pin(client, kept)
         effects = [Answered(client_id, _found(content.token, kept))]
+        for waiting_id, token in list(self.kept.waits.get(kept.key, {}).items()):
+            client = self._connected(waiting_id)
+            self.kept.end_wait(client, token)
+            effects.append(Answered(waiting_id, self._answer_to(client, token, kept)))
         self.host.serve(effects)
         return effects
 
-    cdef str _why_not_kept(self, ClientRecord client, EngineSlotRecord slot, bint is_there):
-        """Returns why a slot is not kept, for the message; None: it is kept, or other content has the key already."""
-        if client.pin_count >= self._max_pins:
+    cdef str _why_not_kept(self, ClientRecord client, EngineSlotRecord slot, KeptRecord there):
+        """Returns why a slot is not kept, for the message; None: it is kept, or there is other content with the key already."""
+        if not self._may_pin(client, there, slot.blocks if there is None else there.blocks):
             return "pins"
-        if is_there:
+        if there is not None:
             return None
         if slot.blocks > self.kept.max_blocks:
             return "large"
@@ -686,7 +738,7 @@ cdef class EngineBook:
         """The caller must then serve the clients that wait for memory (:meth:`_served`)."""
         self.kept.unpin(kept)
         if not kept.pins and self.host.is_wanted(kept.start, kept.blocks):
-            self.host.evict(kept)
+            self.host.evict(kept, False)
         self._owes_service = self.host.waiting_lease_requests != 0
         return 0
 
@@ -979,6 +1031,7 @@ cdef class EngineBook:
         for kept in self.kept.by_generation.values():
             pins = sum(kept.generation in client.pins for client in self.clients.values())
             assert kept.pins == pins + sum(slot.kept is kept for slot in slots), "a pin is nobody's, or is not counted"
+        assert sum(map(len, self.kept.waits.values())) == sum(len(client.waits) for client in self.clients.values())
         assert not self._owes_service, "a pin has gone, and nobody was served"
         for client in self.clients.values():
             assert client.reply_blocks == sum(slot.blocks for slot in client.replies.values())
@@ -986,6 +1039,10 @@ cdef class EngineBook:
             assert client.connected or not client.requests, "a request outlives its connection"
             assert client.pin_count == sum(client.pins.values()) <= self._max_pins
             assert client.pinned_blocks == sum(self.kept.by_generation[generation].blocks for generation in client.pins)
+            assert client.pinned_blocks <= self._most_pinned_blocks
+            assert client.connected or not client.waits, "who has gone waits for a key"
+            assert all(self.kept.waits[key][client.client_id] == token for token, key in client.waits.items())
+            assert <uint64_t>len(client.waits) <= self._max_waits
             for lease in client.leases.values():
                 expected = Lease.LEASED if client.connected else Lease.QUARANTINED
                 assert lease.state is expected, f"lease {lease.lease_id} is {lease.state.name}"

@@ -108,7 +108,8 @@ class EngineBookLimits:
     """Bounds per client; see :class:`~shmring.config.RingConfig` for their reasons. Blocks where the name says so.
 
     ``quota_blocks`` is of the slab, ``device_quota_blocks`` of the device slab; ``max_leases`` holds in each. Of all clients
-    together: ``kept_blocks`` and ``max_kept`` bound what is kept; a client has ``max_pins`` of it pinned at a time.
+    together: ``kept_blocks`` and ``max_kept`` bound what is kept; a client has ``max_pins`` of it pinned at a time, of
+    ``pinned_blocks`` at most, and waits for ``max_waits`` keys at most.
     """
 
     max_lease_blocks: int
@@ -119,6 +120,8 @@ class EngineBookLimits:
     kept_blocks: int = 0
     max_kept: int = 0
     max_pins: int = 0
+    pinned_blocks: int = 1 << 50  # more than there are
+    max_waits: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,15 +6,21 @@ pin back or is dead. A request that uses it pins it as well, until its claim was
 without a pin stays until its memory is wanted: for a request for a lease, that memory is as good as free (``lending.pyx``), the
 least recently used content first. So no request ever waits for unpinned content.
 
+A client may wait for a key that has no content. Its question is answered when content comes: in the same event that keeps it,
+so what a client has waited for is pinned for it before anything can drop it. A client has one such question for a key.
+
 This book has the contents. :class:`Lending` knows where they lie, and :class:`EngineBook` which clients have pinned them.
 
 Invariants (:meth:`KeptBook.check`): ``unpinned`` has exactly the contents without a pin; the sums are true, and within the
-bounds.
+bounds; nobody waits for a key that has content.
 """
 
 from collections import OrderedDict
 
 from libc.stdint cimport uint64_t
+
+cdef enum:
+    DROPPED_SHOWN = 64  # contents that went last: more than an operator reads, some 10 KiB
 
 
 cdef class KeptBook:
@@ -25,7 +31,11 @@ cdef class KeptBook:
 
     Attributes:
         hits, misses: how often a frontend looked for a key, and found it or not.
-        evictions: contents that were dropped because their memory was wanted.
+        evictions, evicted_nbytes: contents that were dropped because their memory was wanted, and their bytes.
+        evictions_for_content: of them, those that made room for other content; all others made room for a lease.
+        refusals: contents that were not kept, or found and not pinned, because of a limit.
+        waits: the tokens of the clients that wait for a key, by key and client.
+        dropped: the contents that went last: key, bytes, how often each was found, and whether it made room for content.
     """
 
     cdef public dict by_key  # type: dict[bytes, KeptRecord]
@@ -33,7 +43,12 @@ cdef class KeptBook:
     cdef public object unpinned  # type: OrderedDict[int, KeptRecord]  # by generation, the least recently used first
     cdef public uint64_t hits
     cdef public uint64_t misses
+    cdef public dict waits  # type: dict[bytes, dict[int, int]]
+    cdef public list dropped  # type: list[tuple[bytes, int, int, bool]]
     cdef public uint64_t evictions
+    cdef public uint64_t evicted_nbytes
+    cdef public uint64_t evictions_for_content
+    cdef public uint64_t refusals
     cdef public uint64_t blocks       # of all of it
     cdef public uint64_t unpinned_blocks
     cdef readonly uint64_t max_blocks
@@ -41,6 +56,7 @@ cdef class KeptBook:
 
     def __init__(self, limits: EngineBookLimits):
         self.by_key, self.by_generation, self.unpinned = {}, {}, OrderedDict()
+        self.waits, self.dropped = {}, []
         self.max_blocks, self.max_kept = limits.kept_blocks, limits.max_kept
 
     def __len__(self) -> int:
@@ -69,14 +85,39 @@ cdef class KeptBook:
             self.unpinned_blocks += record.blocks
         return 0
 
-    cdef int forget(self, KeptRecord record) except -1:
-        """Content without a pin is dropped."""
+    cdef int forget(self, KeptRecord record, bint for_content) except -1:
+        """Content without a pin is dropped.
+
+        Args:
+            for_content: whether other content takes its place; otherwise somebody wants the memory for a lease.
+        """
         del self.unpinned[record.generation]
         del self.by_generation[record.generation]
         del self.by_key[record.key]
         self.blocks -= record.blocks
         self.unpinned_blocks -= record.blocks
         self.evictions += 1
+        self.evictions_for_content += for_content
+        self.evicted_nbytes += record.nbytes
+        self.dropped.append((record.key, record.nbytes, record.hits, for_content))
+        if len(self.dropped) > DROPPED_SHOWN:
+            del self.dropped[0]
+        return 0
+
+    cdef int wait(self, ClientRecord client, token, bytes key) except -1:
+        """A client waits for a key that has no content."""
+        client.waits[token] = key
+        self.waits.setdefault(key, {})[client.client_id] = token
+        return 0
+
+    cdef int end_wait(self, ClientRecord client, token) except -1:
+        """A client's question is answered, or the client has gone."""
+        cdef dict tokens
+        key = client.waits.pop(token)
+        tokens = <dict>self.waits[key]
+        del tokens[client.client_id]
+        if not tokens:
+            del self.waits[key]
         return 0
 
     cdef bint may_keep(self, uint64_t blocks) except -1:
@@ -98,3 +139,6 @@ cdef class KeptBook:
         assert self.blocks == sum([record.blocks for record in records]) <= self.max_blocks
         assert self.unpinned_blocks == sum([record.blocks for record in self.unpinned.values()])
         assert len(records) <= self.max_kept
+        assert not self.waits.keys() & self.by_key.keys(), "somebody waits for content that is there"
+        assert all(self.waits.values()), "nobody waits for a key, which is not forgotten"
+        assert len(self.dropped) == min(self.evictions, DROPPED_SHOWN)

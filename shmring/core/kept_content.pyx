@@ -1,4 +1,4 @@
-"""Kept content in a frontend: its payload, views of its slot, and the record of a slot that is in no lease.
+"""Kept content in a frontend: its payload, views of its slot, its pins, and the record of a slot that is in no lease.
 
 This is not hot: a content is opened once each time it is found. The payload comes from the engine, which has checked it
 (:func:`check_kept`).
@@ -48,6 +48,46 @@ def kept_slot(found: Found) -> ClientSlotRecord:
     record.blocks = slot_blocks(record.nbytes)
     record.state_number = ClientSlot.KEPT
     return record
+
+
+cdef class Pin:
+    """Content that this client has pinned. Any thread may become a user of it (:meth:`ClientEnd.use_pinned`); only the loop uses
+    the rest.
+
+    Args:
+        key: of the content.
+        found: how the engine describes it.
+        record: of its slot.
+        address: of its content in this process.
+
+    Attributes:
+        key, found, record, address: as above.
+        count: how often it is pinned at the engine.
+        users: callers that hold it, and the caller of its slot until the slot is left.
+        views: how many callers have left it but still have views.
+        is_slots: whether the slot's holder has it among the held slots.
+    """
+
+    cdef readonly bytes key
+    cdef readonly object found  # type: Found
+    cdef readonly ClientSlotRecord record
+    cdef readonly uint64_t address
+    cdef public uint64_t count
+    cdef readonly uint64_t users
+    cdef public uint64_t views
+    cdef public bint is_slots
+
+    def __init__(self, bytes key not None, found: Found, ClientSlotRecord record not None, address: int) -> None:
+        self.key, self.found, self.record, self.address = key, found, record, address
+
+    def enter(self) -> None:
+        """One more uses it."""
+        self.users += 1
+
+    def leave(self) -> None:
+        """One uses it no more."""
+        assert self.users, "a pin has no such user"
+        self.users -= 1
 
 
 cdef class KeptContent:

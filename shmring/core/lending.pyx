@@ -346,17 +346,18 @@ cdef class Lending:
             and start < self._window.start + self._window.blocks and self._window.start < start + blocks
         )
 
-    cdef int evict(self, KeptRecord kept) except -1:
-        """Drops unpinned content. The caller must then serve the clients that wait for blocks."""
-        self._forget(kept)
+    cdef int evict(self, KeptRecord kept, bint for_content) except -1:
+        """Drops unpinned content, for other content or for a lease. The caller must then serve the clients that wait for
+        blocks."""
+        self._forget(kept, for_content)
         return self._free_run(kept.start, kept.blocks)
 
-    cdef int _forget(self, KeptRecord kept) except -1:
+    cdef int _forget(self, KeptRecord kept, bint for_content=False) except -1:
         """Content is dropped; its blocks are the caller's."""
         cdef Py_ssize_t place = self._place_of(kept.start)
         assert (<Piece>self._by_start[place]).kept is kept
         del self._by_start[place]
-        self.contents.forget(kept)
+        self.contents.forget(kept, for_content)
         return 0
 
     cdef bint _make_room(self, uint64_t blocks) except -1:

@@ -58,6 +58,7 @@ __all__ = [
     "MAX_LISTED",
     "MAX_FINDS",
     "MAX_KEPT_PAYLOAD_NBYTES",
+    "MAX_WAITS",
     "Memory",
     "NotKept",
     "NotKeptReason",
@@ -67,6 +68,7 @@ __all__ = [
     "ReplyRead",
     "ReplyRelease",
     "SlotRef",
+    "StopWaiting",
     "TensorRef",
     "Unpin",
     "Welcome",
@@ -81,7 +83,7 @@ __all__ = [
     "item_nbytes",
 ]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 #: Ids in one message. Looking up that many takes a fraction of a millisecond, and they fit a record of 16 KiB.
 MAX_LISTED = 1024
@@ -102,6 +104,8 @@ KEY_NBYTES = 32
 MAX_KEPT_PAYLOAD_NBYTES = 4096
 #: Requests for kept content that a client may have in flight. Their answers always have room in a backlog.
 MAX_FINDS = 64
+#: Keys that a client may wait for, beside these: as many as it may have requests in flight. Their answers have room, too.
+MAX_WAITS = 1024
 #: Tensors start on cache lines: a copy whose ends differ modulo 4096 by 1 to 15 bytes is many times slower.
 TENSOR_ALIGNMENT = 64
 #: The msgpack extension code that stands for a tensor in a payload.
@@ -280,10 +284,14 @@ class Goodbye(_Message, frozen=True, tag=8):
 
 
 class Find(_Message, frozen=True, tag=12):
-    """Looks for kept content, and pins it if it is there: :class:`Found` or :class:`NotKept` with this token answers."""
+    """Looks for kept content, and pins it if it is there: :class:`Found` or :class:`NotKept` with this token answers.
+
+    ``waits``: if it is not there, the answer comes when it is, or after a :class:`StopWaiting`.
+    """
 
     token: Unsigned
     key: KeptKey
+    waits: bool = False
 
 
 class Keep(_Message, frozen=True, tag=13):
@@ -301,6 +309,12 @@ class Keep(_Message, frozen=True, tag=13):
     generation: Generation
     is_copied: bool
     payload: KeptPayload
+
+
+class StopWaiting(_Message, frozen=True, tag=16):
+    """Waits for these answers no more. Each question that was not answered meanwhile is answered now."""
+
+    tokens: Generations
 
 
 class Unpin(_Message, frozen=True, tag=14):
@@ -476,7 +490,9 @@ class RankTaken(_Message, frozen=True, tag=122):
     engine_name: ShortText = ""
 
 
-FrontendMessage = Hello | Abort | LeaseRequest | LeaseReturn | ReplyRelease | ReplyRead | Call | Goodbye | Find | Keep | Unpin
+FrontendMessage = (
+    Hello | Abort | LeaseRequest | LeaseReturn | ReplyRelease | ReplyRead | Call | Goodbye | Find | Keep | Unpin | StopWaiting
+)
 WorkerMessage = Join | AnswerFailed | AnswerPart
 EngineMessage = (
     Welcome | Failed | Release | LeaseGrant | LeaseRecall | CallResult | Refused | Found | NotKept | WorkerWelcome | RankTaken

@@ -55,6 +55,7 @@ cdef class KeptRecord:
     cdef public bint is_copied       # its tensors are in region 0, else in region 1
     cdef public bytes payload        # msgpack, as the wire has it
     cdef public uint64_t pins        # pins of clients, and uses in requests
+    cdef public uint64_t hits        # how often a client has found it
 
 
 @cython.final
@@ -147,6 +148,7 @@ cdef class ClientRecord:
     cdef public dict pins  # type: dict[int, int]  # how often it has pinned each content, by generation
     cdef public uint64_t pin_count  # of them
     cdef public uint64_t pinned_blocks
+    cdef public dict waits  # type: dict[int, bytes]  # keys of content for which it waits, by the token of its question
     cdef uint64_t blocks_in[MEMORIES]
     cdef uint64_t leases_in[MEMORIES]
 
@@ -154,7 +156,7 @@ cdef class ClientRecord:
         self.last_request_id = -1
         self.connected = True
         self.leases, self.slots, self.requests, self.replies, self.unsent_replies = {}, Numbered(), Numbered(), {}, set()
-        self.pins = {}
+        self.pins, self.waits = {}, {}
 
     @property
     def leased_blocks(self) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ from shmring.core.effects import EngineEffect
 from shmring.core.loggers import logger_of
 from shmring.core.messages import (
     MAX_FINDS,
+    MAX_KEPT_PAYLOAD_NBYTES,
+    MAX_WAITS,
     Abort,
     Call,
     CallResult,
@@ -46,6 +48,7 @@ from shmring.core.messages import (
     Refused,
     ReplyRead,
     ReplyRelease,
+    StopWaiting,
     Unpin,
     decode_frontend_message,
 )
@@ -69,6 +72,7 @@ CallHandler = Callable[..., Awaitable[Any]]
 _MAX_ERROR_TEXT = 4096  # characters of an exception's text that travel; the rest is in the engine's log
 _CALL_RESULT_NBYTES = 64  # at most, of a call's result around the result itself
 _FAILED_NBYTES = 4 * _MAX_ERROR_TEXT + 2048  # at most, of the end of a request and of the release of its slots
+_FOUND_NBYTES = MAX_KEPT_PAYLOAD_NBYTES + 64  # at most, of an answer about kept content
 _OTHER_UNREAD_NBYTES = 4 << 20  # of leases, and of slots that drained: far more than there are
 
 
@@ -121,8 +125,9 @@ class Frontend(BaseFrontend):
         self._calls: set[asyncio.Task[None]] = set()
         self._goodbyes: list[Goodbye] = []  # the goodbyes so far, which name the memory that it still uses
         self._lingering: socket.socket | None = None  # its socket, which ends when it uses none of that memory any more
-        # A frontend that is stopped reads nothing, and is owed the ends of all that it has in flight.
-        max_backlog_nbytes = life.config.max_inflight * _FAILED_NBYTES + _OTHER_UNREAD_NBYTES
+        # A frontend that is stopped reads nothing, and is owed the ends of all that it has in flight, and what it waits for.
+        owed_nbytes = life.config.max_inflight * _FAILED_NBYTES + (MAX_FINDS + MAX_WAITS) * _FOUND_NBYTES
+        max_backlog_nbytes = owed_nbytes + _OTHER_UNREAD_NBYTES
         self.link = Link(
             self,
             peer.socket,
@@ -162,8 +167,10 @@ class Frontend(BaseFrontend):
                 carry_out(book.release_replies(client_id, generations))
             case ReplyRead(request_ids):
                 carry_out(book.replies_read(client_id, request_ids))
-            case Find(token, key):
-                carry_out(book.find(client_id, token, key))
+            case Find(token, key, waits):
+                carry_out(book.find(client_id, token, key, waits))
+            case StopWaiting(tokens):
+                carry_out(book.stop_waiting(client_id, tokens))
             case Keep():
                 check_kept(message, config.max_tensors, config.max_values)
                 carry_out(book.keep(client_id, message))

@@ -38,7 +38,7 @@ from shmring.core.effects import (
 )
 from shmring.core.geometry import BLOCK_NBYTES, EngineBookLimits, Geometry, blocks_for
 from shmring.core.loggers import logger_of
-from shmring.core.messages import SLOT_HEADER_NBYTES, Failed, FailureKind, LeaseRecall, Release
+from shmring.core.messages import MAX_WAITS, SLOT_HEADER_NBYTES, Failed, FailureKind, LeaseRecall, Release
 from shmring.core.printable import printable, printable_lines
 from shmring.core.states import EngineSlot, RequestEvent
 from shmring.errors import AbortedError, ClosedError, RemoteProtocolError, StaleDescriptorError
@@ -446,6 +446,10 @@ class Shell:
             kept_hits=book.kept.hits,
             kept_misses=book.kept.misses,
             kept_evictions=book.kept.evictions,
+            kept_evictions_for_content=book.kept.evictions_for_content,
+            kept_evicted_nbytes=book.kept.evicted_nbytes,
+            kept_refusals=book.kept.refusals,
+            kept_waits=sum(map(len, book.kept.waits.values())),
             workers=self.workers.statistics(),
             gathers=fan_out.gathered,
             broadcasts_outstanding=fan_out.book.outstanding,
@@ -469,6 +473,8 @@ def _limits(config: RingConfig, geometry: Geometry) -> EngineBookLimits:
         kept_blocks=_kept_blocks(config.kept_nbytes, leasable),
         max_kept=limits.MAX_KEPT,
         max_pins=limits.MAX_PINS,
+        pinned_blocks=_blocks(config.client_pinned_nbytes, leasable),
+        max_waits=MAX_WAITS,
     )
 
 

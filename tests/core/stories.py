@@ -87,7 +87,7 @@ class EngineTeller:
     request 5 with slots 1 and 2, in block 4 and from block 6 on. ``1 asks 3 there``: in device memory, whose leases are ``d0``,
     ``d1``, ...
     ``1 replies 2``: the engine sends client 1 a reply of two blocks, or, as 7, queues for it with ticket 7; for 5, as one to
-    request 5. ``writes``: it has not sent it yet. ``look``: all slots, and how many blocks are free, quarantined, kept, pinned,
+    request 5. ``writes``: it has not sent it yet. ``2 awaits a``: client 2 waits for content. ``look``: all slots, and how many blocks are free, quarantined, kept, pinned,
     and free for replies.
     """
 
@@ -103,6 +103,8 @@ class EngineTeller:
             kept_blocks=number.get("kept", 0),
             max_kept=number.get("max_kept", 4),
             max_pins=number.get("max_pins", 4),
+            pinned_blocks=number.get("pinned", 100),
+            max_waits=number.get("max_waits", 4),
             device_quota_blocks=number.get("device_quota", 12),
         )
         leasable, reply, device = number.get("leasable", sum(blocks) or 12), number.get("reply", 4), number.get("device", 0)
@@ -110,6 +112,7 @@ class EngineTeller:
         self.tokens = 0
         self.grants: dict[int, LeaseGrant] = {}
         self.kept: dict[str, SlotRef] = {}
+        self.asked: dict[tuple[int, str], int] = {}  # the last token for which a client has looked for a key
         bare = [f"{client} is bare" for client in (8, 9) if blocks]
         scene = [event for word in words for event in SCENES.get(word, [])]
         connect = [f"{client} connects {n}" for client, n in enumerate(blocks or [1] * number.get("clients", 0), 1)]
@@ -186,8 +189,11 @@ class EngineTeller:
                 effects = book.let_overtake(rest[0] == "waits")
             case "keeps":
                 effects = book.keep(client, keep_of(self.tokens, rest[-1].encode() * 32, self.slot(client, rest[0])))
-            case "finds":
-                effects = book.find(client, self.tokens, rest[0].encode() * 32)
+            case "finds" | "awaits":
+                effects = book.find(client, self.tokens, rest[0].encode() * 32, verb == "awaits")
+                self.asked[client, rest[0]] = self.tokens
+            case "stops":
+                effects = book.stop_waiting(client, [self.asked[client, word] for word in rest])
             case "unpins":
                 effects = book.unpin(client, [self.kept[word].generation for word in rest])
             case _:

@@ -375,6 +375,82 @@ STORIES = {
         1 keeps 5@5 as e -> 1 has e at 5+1
         1 finds b -> 1 has none: absent
         look -> 1 free, 3 kept, 3 pinned, 4 for replies""",
+    "who waits for content has it when it is kept, and nobody else has": """
+        kept=8 clients=3; 2 awaits a ->
+        3 awaits b ->
+        3 awaits a ->
+        1 keeps 1@1 as a -> 1 has a at 1+1, 2 has a at 1+1, 3 has a at 1+1
+        1 unpins a ->
+        2 unpins a ->
+        look -> 9 free, 1 kept, 1 pinned, 4 for replies
+        3 unpins a ->
+        look -> 9 free, 1 kept, 4 for replies
+        3 stops a b -> 3 has none: absent""",
+    "who waits for content that is there has it at once": """
+        kept=8 clients=2; 1 keeps 1@1 as a -> 1 has a at 1+1
+        2 awaits a -> 2 has a at 1+1""",
+    "who stops waiting is answered, and gets nothing more": """
+        kept=8 clients=2; 2 awaits a ->
+        2 stops a -> 2 has none: absent
+        2 stops a ->
+        1 keeps 1@1 as a -> 1 has a at 1+1
+        look -> 10 free, 1 kept, 1 pinned, 4 for replies""",
+    "who stops waiting for what has just come has it": """
+        kept=8 clients=2; 2 awaits a ->
+        1 keeps 1@1 as a -> 1 has a at 1+1, 2 has a at 1+1
+        2 stops a ->""",
+    "content that came is there for who waited, though somebody wants its memory": """
+        leasable=3 kept=3; 2 is bare ->
+        1 connects 3 -> 1 gets 2 at 1+3
+        2 awaits a ->
+        1 keeps 1@1 as a -> 1 has a at 1+1, 2 has a at 1+1
+        1 unpins a ->
+        3 connects 1 ->
+        3 asks 3 -> 1 recalled 2
+        1 returns 2 ->
+        look -> 2 free, 1 kept, 1 pinned, 4 for replies, 1 waiting
+        2 unpins a -> 3 gets 3 at 1+3""",
+    "who has gone waits for nothing": """
+        kept=8 clients=4; 2 awaits a ->
+        3 awaits a ->
+        4 awaits a ->
+        2 disconnects ->
+        3 dies -> 3 reclaimed 1, 3 gone
+        4 leaves -> 4 reclaimed 1, 4 gone
+        1 keeps 1@1 as a -> 1 has a at 1+1
+        look -> 10 free, 1 quarantined, 1 kept, 1 pinned, 4 for replies""",
+    "content that is not kept wakes nobody": """
+        kept=1 clients=2; 1 asks 2 -> 1 gets 3 at 3+2
+        2 awaits a ->
+        1 keeps 1@3+2 as a -> 1 released 1, 1 has none: large
+        1 keeps 2@1 as a -> 1 has a at 1+1, 2 has a at 1+1""",
+    "nobody waits for a key twice, or for more keys than may be": """
+        kept=8 clients=2 max_waits=2; 2 awaits a ->
+        2 awaits a -> refused: waits for content twice
+        1 awaits a ->
+        2 awaits b ->
+        2 awaits c -> refused: waits for more than 2 keys
+        2 stops a -> 2 has none: absent
+        2 awaits c ->""",
+    "who waits and has pinned as much as it may is told so": """
+        kept=8 clients=2 max_pins=1; 1 keeps 1@1 as a -> 1 has a at 1+1
+        2 finds a -> 2 has a at 1+1
+        2 awaits b ->
+        1 unpins a ->
+        1 returns 1 ->
+        1 asks 1 -> 1 gets 3 at 3+1
+        1 keeps 2@3 as b -> 1 has b at 3+1, 2 has none: pins""",
+    "a client pins so many blocks at most, and any of them any number of times": """
+        kept=8 pinned=3; 1 connects 4 -> 1 gets 1 at 1+4
+        2 connects 4 -> 2 gets 2 at 5+4
+        1 keeps 1@1+2 as a -> 1 has a at 1+2
+        2 keeps 1@5+2 as b -> 2 has b at 5+2
+        1 finds b -> 1 has none: pins
+        1 keeps 2@3+2 as c -> 1 released 2, 1 has none: pins
+        1 finds a -> 1 has a at 1+2
+        1 keeps 3@3 as d -> 1 has d at 3+1
+        1 unpins a a ->
+        1 finds b -> 1 has b at 5+2""",
     "content before a window stays": """
         leasable=3 kept=3; 3 is bare ->
         2 connects 2 -> 2 gets 2 at 1+2

@@ -23,6 +23,7 @@ from tests.records import keep_of
 
 MAX_PINS = 4
 MAX_KEPT = 5
+MAX_WAITS = 2
 
 #: Where an example begins if not with an empty book: so much is kept as may be, all of it pinned, and one more was given; or
 #: somebody waits for a range beside which something is kept. With how many blocks are lent out, and how many may be kept.
@@ -33,10 +34,16 @@ KEYS = [bytes([letter]) * 32 for letter in b"abcdefg"]
 class KeptBookMachine(BookMachine):
     """Under memory pressure."""
 
-    @initialize(leasable=st.integers(4, 14), kept=st.integers(0, 10), start=st.sampled_from(["empty", *STARTS]))
-    def create(self, leasable: int, kept: int, start: str) -> None:
+    @initialize(
+        leasable=st.integers(4, 14),
+        kept=st.integers(0, 10),
+        pinned=st.sampled_from([100, 2]),
+        start=st.sampled_from(["empty", *STARTS]),
+    )
+    def create(self, leasable: int, kept: int, pinned: int, start: str) -> None:
         """Begins with an empty book, or where few random steps lead: see :data:`STARTS`."""
         leasable, kept = STARTS.get(start, (leasable, kept))
+        pinned = 100 if start in STARTS else pinned
         limits = EngineBookLimits(
             max_lease_blocks=4,
             quota_blocks=max(1, leasable * 3 // 4),
@@ -45,6 +52,8 @@ class KeptBookMachine(BookMachine):
             kept_blocks=min(kept, leasable),
             max_kept=MAX_KEPT,
             max_pins=MAX_PINS,
+            pinned_blocks=pinned,
+            max_waits=MAX_WAITS,
         )
         self.begin(Geometry(leasable_blocks=leasable, reply_blocks=1), limits)
         if start == "all pinned":
@@ -76,16 +85,31 @@ class KeptBookMachine(BookMachine):
         self.book.find(client.client_id, self.next_number(), draw(st.sampled_from([*self.model.kept.by_key] * 4 + KEYS)))
 
     @happens_to(BookMachine.connected)
+    def wait(self, draw: Any, client: ClientRecord) -> None:
+        """For what is not there, as a rule; now and then by the token of another question, or for a key once more."""
+        tokens = [self.next_number()] * 4 + [*client.waits]
+        keys = [key for key in KEYS if key not in client.waits.values()] * 2 + KEYS
+        self.happen("find", client.client_id, draw(st.sampled_from(tokens)), draw(st.sampled_from(keys)), True)
+
+    @happens_to(lambda self: [client for client in self.connected() if client.waits])
+    def stop_waiting(self, draw: Any, client: ClientRecord) -> None:
+        tokens = draw(st.lists(st.sampled_from([*client.waits, 0, self.number]), max_size=3))
+        self.book.stop_waiting(client.client_id, tokens)
+
+    @happens_to(BookMachine.connected)
     def keep(self, draw: Any, client: ClientRecord) -> None:
         slot = self.draw_slot(draw, client)
         if slot is not None:
             pinned = self.pins().keys()
+            waits = {key: {client for client, other in self.clients.items() if key in other.waits.values()} for key in KEYS}
             key, is_copied = draw(st.sampled_from(KEYS)), draw(st.booleans())
             to_keep = keep_of(self.next_number(), key, slot, is_copied)
             effects = self.book.keep(client.client_id, to_keep)
             assert pinned <= self.model.kept.by_generation.keys(), "what was pinned has gone"
             answers = [effect.answer for effect in effects if isinstance(effect, Answered)]
             assert isinstance(answers[0], Found) or slot.generation not in self.model.kept.by_generation
+            told = {effect.client_id for effect in effects if isinstance(effect, Answered)}
+            assert told >= waits[key] or key not in self.model.kept.by_key, "content has come, and who waits is not told"
 
     @happens_to(lambda self: [client for client in self.connected() if client.pins])
     def unpin(self, draw: Any, client: ClientRecord) -> None:
@@ -126,10 +150,17 @@ class KeptBookMachine(BookMachine):
         assert {generation: kept.pins for generation, kept in self.model.kept.by_generation.items() if kept.pins} == self.pins()
 
     @invariant()
+    def nobody_waits_for_what_is_there(self) -> None:
+        waited = {key for client in self.clients.values() for key in client.waits.values()}
+        assert not waited & self.model.kept.by_key.keys()
+        assert all(client.connected or not client.waits for client in self.clients.values())
+
+    @invariant()
     def bounds_hold(self) -> None:
         assert len(self.book.kept) <= MAX_KEPT
         assert self.book.kept.blocks <= self.book.limits.kept_blocks
         assert all(sum(client.pins.values()) <= MAX_PINS for client in self.clients.values())
+        assert all(len(client.waits) <= MAX_WAITS for client in self.clients.values())
 
 
 TestKeptBookMachine = KeptBookMachine.TestCase

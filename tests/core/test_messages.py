@@ -52,6 +52,7 @@ from shmring.core.messages import (
     ReplyRelease,
     SlotRef,
     TensorRef,
+    StopWaiting,
     Unpin,
     Welcome,
     WorkerMessage,
@@ -93,7 +94,8 @@ GOLDEN: dict[Any, str] = {
         pinned_generations=(0x33, 0x33),
     ): f"97 08 91 31 92 32 {LARGEST_HEX} c3 c2 92 33 33 c2",
     Goodbye(kept_lease_ids=(0x31,), maps_device_slab=True, lingers=True): "97 08 91 31 90 c3 c2 90 c3",
-    Find(token=0x31, key=KEY): f"93 0c 31 c420 {KEY.hex()}",
+    Find(token=0x31, key=KEY, waits=True): f"94 0c 31 c420 {KEY.hex()} c3",
+    StopWaiting(tokens=(0x31, 0x32)): "92 10 92 31 32",
     Keep(
         token=0x31, key=KEY, lease_id=0x32, offset=0x33, nbytes=0x34, generation=LARGEST, is_copied=True, payload=b"\xc0"
     ): f"99 0d 31 c420 {KEY.hex()} 32 33 34 {LARGEST_HEX} c3 c401c0",

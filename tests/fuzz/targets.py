@@ -64,6 +64,7 @@ from shmring.core.messages import (
     ReplyRead,
     ReplyRelease,
     SlotRef,
+    StopWaiting,
     Unpin,
     decode_engine_message,
     decode_frontend_message,
@@ -224,7 +225,7 @@ atexit.register(_LOOP.close)
 _HOME = Home("what is fuzzed", "make another", _LOOP)
 _GEOMETRY = Geometry(leasable_blocks=12, reply_blocks=2)
 _LIMITS = EngineBookLimits(
-    max_lease_blocks=8, quota_blocks=10, max_leases=3, max_inflight=4, kept_blocks=4, max_kept=3, max_pins=3
+    max_lease_blocks=8, quota_blocks=10, max_leases=3, max_inflight=4, kept_blocks=4, max_kept=3, max_pins=3, max_waits=2
 )
 
 
@@ -304,8 +305,10 @@ class _Engine:
                 self.carry_out(self.book.release_replies(client_id, generations))
             case ReplyRead(request_ids):
                 self.carry_out(self.book.replies_read(client_id, request_ids))
-            case Find(token, key):
-                self.carry_out(self.book.find(client_id, token, key))
+            case Find(token, key, waits):
+                self.carry_out(self.book.find(client_id, token, key, waits))
+            case StopWaiting(tokens):
+                self.carry_out(self.book.stop_waiting(client_id, tokens))
             case Keep() as content:
                 check_kept(content, _MAX_TENSORS, _MAX_VALUES)
                 self.carry_out(self.book.keep(client_id, content))
@@ -926,7 +929,9 @@ _KEPT_GENERATION = (1 << GENERATION_BITS) + 2
 _KEPT_MESSAGES = (
     Find(1, _KEY),
     Keep(2, _KEY, 1, 2 * BLOCK_NBYTES, 100, _KEPT_GENERATION, False, b"\xc0"),
-    Find(3, _KEY),
+    Find(3, _KEY, waits=True),
+    Find(5, bytes(32), waits=True),
+    StopWaiting((5,)),
     Keep(4, _KEY, 1, BLOCK_NBYTES, 100, _KEPT_GENERATION + 1, False, b"\xc0"),
     Unpin((_KEPT_GENERATION, _KEPT_GENERATION)),
 )

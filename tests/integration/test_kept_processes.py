@@ -12,7 +12,19 @@ import pytest
 import torch
 
 import shmring
-from shmring.core.messages import Find, Found, Goodbye, Keep, NotKept, Refused, Release, SlotRef, Unpin
+from shmring.core.messages import (
+    MAX_WAITS,
+    Find,
+    Found,
+    Goodbye,
+    Keep,
+    NotKept,
+    Refused,
+    Release,
+    SlotRef,
+    StopWaiting,
+    Unpin,
+)
 from tests.integration.test_forged import Forger
 from tests.integration.test_process_death import statistics, until
 from tests.waiting import cancel, eventually
@@ -160,6 +172,15 @@ FORGERIES: dict[str, tuple[Callable[[Forger, SlotRef], list[Any]], str]] = {
         lambda f, other: [keep(f, payload=b"\xc7\x1c\x53" + b"\x09\0\x02\x01" + bytes(24))],
         "region 9",
     ),
+    "a key that it waits for, again": (lambda f, other: [Find(1, KEY, True), Find(2, KEY, True)], "waits for content twice"),
+    "a token by which it waits, again": (
+        lambda f, other: [Find(1, KEY, True), Find(1, bytes(32), True)],
+        "waits for content twice",
+    ),
+    "more keys to wait for than may be": (
+        lambda f, other: [Find(number, number.to_bytes(32, "big"), True) for number in range(1, MAX_WAITS + 2)],
+        "waits for more than 1024 keys",
+    ),
     "a short key": (lambda f, other: [keep(f, key=b"short")], "length >= 32"),
     "a long payload": (lambda f, other: [keep(f, payload=b"\xc5\x13\x88" + bytes(5000))], "length <= 4096"),
 }
@@ -207,13 +228,16 @@ async def test_endless_finds_of_one_frontend_delay_no_other(ring: shmring.Ring, 
 async def test_an_honest_forger_is_answered(ring: shmring.Ring, socket_dir: Path) -> None:
     """So that the forgeries above fail for the reason that they name."""
     forger = await Forger.attach(socket_dir)
+    await forger.send(StopWaiting((6,)), Find(6, bytes(32), True), Find(9, KEY, True), StopWaiting((6, 6)))
     await forger.send(Find(7, KEY), keep(forger), Find(8, KEY), keep(forger, number=2, offset=forger.lease.offset + 4096))
     generation = forger.generation()
-    await forger.send(Unpin((generation,) * 3), Goodbye())
+    await forger.send(Unpin((generation,) * 4), Goodbye())
     answers = [message for message in await forger.messages() if isinstance(message, Found | NotKept | Release)]
     assert answers == [
+        NotKept(6, "absent"),
         NotKept(7, "absent"),
         Found(1, generation, forger.lease.offset, 100, False, PAYLOAD),
+        Found(9, generation, forger.lease.offset, 100, False, PAYLOAD),
         Found(8, generation, forger.lease.offset, 100, False, PAYLOAD),
         Release((forger.generation(2),)),
         Found(2, generation, forger.lease.offset, 100, False, PAYLOAD),

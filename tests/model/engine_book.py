@@ -122,6 +122,8 @@ class EngineBook:
         for request_id in list(client.requests):
             effects += self._abort(client, request_id)
         client.connected = False
+        for token in list(client.waits):
+            self.kept.end_wait(client, token)
         for lending in self.lendings:
             lending.forget(client)
         self._drop_reply_wants(client_id)
@@ -383,20 +385,55 @@ class EngineBook:
 
     # -- what is kept ------------------------------------------------------------------------------------------------
 
-    def find(self, client_id: int, token: int, key: bytes) -> list[EngineEffect]:
-        """A client looks for kept content: if it is there, it is pinned once more for the client."""
+    def find(self, client_id: int, token: int, key: bytes, waits: bool = False) -> list[EngineEffect]:
+        """A client looks for kept content: if it is there, it is pinned once more for the client. If it is not, the answer
+        says so; or, if the client waits, it comes with the content or when the client stops waiting.
+
+        Raises:
+            RemoteProtocolError: it waits for this key already, or for as many as it may, or by this token. Nothing was changed.
+        """
         client = self._connected(client_id)
         kept = self.kept.by_key.get(key)
-        if kept is None:
+        if kept is not None:
+            return [Answered(client_id, self._answer_to(client, token, kept))]
+        if not waits:
             self.kept.misses += 1
             return [Answered(client_id, NotKept(token, "absent"))]
-        if sum(client.pins.values()) >= self.limits.max_pins:
-            return [Answered(client_id, NotKept(token, "pins"))]
+        if token in client.waits or key in client.waits.values():
+            raise RemoteProtocolError(f"client {client_id} waits for content twice, by one token or for one key")
+        if len(client.waits) >= self.limits.max_waits:
+            raise RemoteProtocolError(f"client {client_id} waits for more than {self.limits.max_waits} keys")
+        self.kept.wait(client, token, key)
+        return []
+
+    def stop_waiting(self, client_id: int, tokens: Sequence[int]) -> list[EngineEffect]:
+        """A client waits no more for the answers to these questions. One that was answered meanwhile is no error."""
+        client = self._connected(client_id)
+        waited = [token for token in dict.fromkeys(tokens) if token in client.waits]
+        for token in waited:
+            self.kept.end_wait(client, token)
+        self.kept.misses += len(waited)
+        return [Answered(client_id, NotKept(token, "absent")) for token in waited]
+
+    def _answer_to(self, client: ClientRecord, token: int, kept: KeptRecord) -> Found | NotKept:
+        """Pins content for a client that has looked for it, if it may; returns the answer."""
+        if not self._may_pin(client, kept, kept.blocks):
+            self.kept.refusals += 1
+            return NotKept(token, "pins")
         self.kept.hits += 1
-        return [Answered(client_id, self._pinned(client, token, kept))]
+        kept.hits += 1
+        return self._pinned(client, token, kept)
+
+    def _may_pin(self, client: ClientRecord, kept: KeptRecord | None, blocks: int) -> bool:
+        """Whether a client may pin content of so many blocks once more; None: it is not kept yet."""
+        if sum(client.pins.values()) >= self.limits.max_pins:
+            return False
+        pinned = sum(self.kept.by_generation[generation].blocks for generation in client.pins)
+        return (kept is not None and kept.generation in client.pins) or pinned + blocks <= self.limits.pinned_blocks
 
     def keep(self, client_id: int, content: Keep) -> list[EngineEffect]:
         """A client hands a slot over, to be kept and pinned for it. If the key has content already, that is pinned instead.
+        Clients that wait for the key have it from now on.
 
         Raises:
             RemoteProtocolError: it is not a slot that was lent to this client, or it is in device memory. Nothing was changed.
@@ -418,19 +455,25 @@ class EngineBook:
                 answer: Found | NotKept = self._pinned(client, content.token, there)
             else:
                 assert reason is not None
+                self.kept.refusals += 1
                 answer = NotKept(content.token, reason)
             return [Released(client_id, (content.generation,)), Answered(client_id, answer)]
         while self.kept.blocks + record.blocks > self.kept.max_blocks or len(self.kept.by_key) >= self.kept.max_kept:
-            self.host.evict(next(iter(self.kept.unpinned.values())))
+            self.host.evict(next(iter(self.kept.unpinned.values())), for_content=True)
         kept = KeptRecord(
             *(content.generation, content.key, record.start, record.blocks, content.nbytes, content.is_copied, content.payload)
         )
         self.host.carve(lease, kept)
         self.kept.add(kept)
-        return [Answered(client_id, self._pinned(client, content.token, kept)), *self.host.serve()]
+        effects: list[EngineEffect] = [Answered(client_id, self._pinned(client, content.token, kept))]
+        for waiting_id, token in list(self.kept.waits.get(kept.key, {}).items()):
+            waiting = self.clients[waiting_id]
+            self.kept.end_wait(waiting, token)
+            effects.append(Answered(waiting_id, self._answer_to(waiting, token, kept)))
+        return effects + self.host.serve()
 
     def _why_not_kept(self, client: ClientRecord, slot: EngineSlotRecord, there: KeptRecord | None) -> NotKeptReason | None:
-        if sum(client.pins.values()) >= self.limits.max_pins:
+        if not self._may_pin(client, there, slot.blocks if there is None else there.blocks):
             return "pins"
         if there is not None:
             return None

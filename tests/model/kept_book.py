@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from shmring.core.geometry import EngineBookLimits
-from tests.model.records import KeptRecord
+from tests.model.records import ClientRecord, KeptRecord
+
+_DROPPED_SHOWN = 64
 
 
 class KeptBook:
@@ -14,7 +16,10 @@ class KeptBook:
         self.by_key: dict[bytes, KeptRecord] = {}
         self.by_generation: dict[int, KeptRecord] = {}
         self.unpinned: dict[int, KeptRecord] = {}  # by generation, the least recently used first
-        self.hits = self.misses = self.evictions = 0
+        self.waits: dict[bytes, dict[int, int]] = {}  # tokens of the clients that wait for a key, by key and client
+        self.dropped: list[tuple[bytes, int, int, bool]] = []  # what went last: key, bytes, hits, whether for other content
+        self.hits = self.misses = self.refusals = 0
+        self.evictions = self.evictions_for_content = self.evicted_nbytes = 0
 
     @property
     def blocks(self) -> int:
@@ -41,8 +46,23 @@ class KeptBook:
         if not kept.pins:
             self.unpinned[kept.generation] = kept
 
-    def forget(self, kept: KeptRecord) -> None:
-        """What is not pinned goes."""
+    def forget(self, kept: KeptRecord, for_content: bool) -> None:
+        """What is not pinned goes: for other content, or for a lease."""
         assert not kept.pins
         del self.unpinned[kept.generation], self.by_generation[kept.generation], self.by_key[kept.key]
         self.evictions += 1
+        self.evictions_for_content += for_content
+        self.evicted_nbytes += kept.nbytes
+        self.dropped = [*self.dropped, (kept.key, kept.nbytes, kept.hits, for_content)][-_DROPPED_SHOWN:]
+
+    def wait(self, client: ClientRecord, token: int, key: bytes) -> None:
+        """A client waits for a key that has no content."""
+        client.waits[token] = key
+        self.waits.setdefault(key, {})[client.client_id] = token
+
+    def end_wait(self, client: ClientRecord, token: int) -> None:
+        """A client's question is answered, or the client has gone."""
+        key = client.waits.pop(token)
+        del self.waits[key][client.client_id]
+        if not self.waits[key]:
+            del self.waits[key]

@@ -181,10 +181,10 @@ class Lending:
         """Whether somebody waits for a range that has a block of this one."""
         return self._window is not None and self._window.overlaps(start, start + blocks)
 
-    def evict(self, kept: KeptRecord) -> None:
+    def evict(self, kept: KeptRecord, for_content: bool = False) -> None:
         """What is kept and not pinned goes. The caller must then serve those that wait for blocks."""
         assert self.contents is not None
-        self.contents.forget(kept)
+        self.contents.forget(kept, for_content)
         self._free.free(kept.start, kept.blocks)
 
     def _make_room(self, blocks: int, client_id: int = 0) -> None:
@@ -314,7 +314,8 @@ class Lending:
     def _open_window(self, window: Window) -> list[EngineEffect]:
         """Keeps a range for a want, and recalls the leases in it."""
         self._window = window
-        for kept in [] if self.contents is None else [*self.contents.unpinned.values()]:
+        contents = [] if self.contents is None else self.contents.unpinned.values()
+        for kept in sorted(contents, key=lambda kept: kept.start):
             if window.overlaps(kept.start, kept.start + kept.blocks):
                 self.evict(kept)
         return self._recall(window.start, window.end, but_of=window.client_id)

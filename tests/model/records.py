@@ -41,6 +41,7 @@ class KeptRecord:
     is_copied: bool
     payload: bytes
     pins: int = 0  # clients that have it pinned, and slots of requests that are this
+    hits: int = 0  # how often a client has found it
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -96,6 +97,7 @@ class ClientRecord:
     replies: dict[int, ReplySlot] = dataclasses.field(default_factory=dict)
     unsent_replies: set[int] = dataclasses.field(default_factory=set)  # the engine itself is still writing them
     pins: dict[int, int] = dataclasses.field(default_factory=dict)  # how often it has pinned what is kept, by generation
+    waits: dict[int, bytes] = dataclasses.field(default_factory=dict)  # keys for which it waits, by the token of its question
 
     def leases_in(self, memory: int) -> list[LeaseRecord]:
         """Its leases in this memory."""

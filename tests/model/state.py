@@ -27,7 +27,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "Lending": ("_free", "_wants", "_window", "_next_lease_id"),
     "ClientRecord": (
         *("client_id", "last_generation", "last_request_id", "connected", "dead"),
-        *("leases", "slots", "requests", "replies", "unsent_replies", "pins"),
+        *("leases", "slots", "requests", "replies", "unsent_replies", "pins", "waits"),
     ),
     "LeaseRecord": (
         "lease_id",
@@ -43,8 +43,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "new_moments",
         "silent_moments",
     ),
-    "KeptBook": ("by_key", "by_generation", "unpinned", "hits", "misses", "evictions"),
-    "KeptRecord": ("generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins"),
+    "KeptBook": (
+        *("by_key", "by_generation", "unpinned", "waits", "dropped", "hits", "misses", "refusals"),
+        *("evictions", "evictions_for_content", "evicted_nbytes"),
+    ),
+    "KeptRecord": ("generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins", "hits"),
     "EngineSlotRecord": ("generation", "lease", "start", "blocks", "state", "kept"),
     "RequestRecord": ("request_id", "slots", "state", "unread_replies"),
     "LeaseWant": ("client_id", "token", "blocks", "preferred_blocks", "waits", "rest_moments", "patience"),

@@ -263,8 +263,8 @@ class _Encoding:
                 kept = [*map(self._generations.__getitem__, pinned)]
                 named = [[*map(self._leases.__getitem__, lease_ids)], [*map(self._replies.__getitem__, generations)], kept]
                 return [5, more, *named]
-            case Find(asked, key):
-                return [6, self._asked[client_id, asked], key]
+            case Find(asked, key, waits):
+                return [6, self._asked[client_id, asked], key, waits]
             case Keep(asked, key, lease_id, offset, nbytes, generation):
                 slot = [self._leases[lease_id], offset, nbytes, self._generations[generation]]
                 return [7, self._asked[client_id, asked], key, slot]
