@@ -39,6 +39,7 @@ __all__ = [
     "check_text",
     "count_of",
     "directory_of",
+    "keys_of",
     "names_of",
     "parse_nbytes",
     "rank_of",
@@ -375,6 +376,20 @@ def check_key(key: Any) -> None:
         raise TypeError(f"a key is bytes, not {type(key).__name__}")
     if len(key) != KEY_NBYTES:
         raise ValueError(f"a key has {KEY_NBYTES} bytes, not {len(key)}: use a hash, such as hashlib.sha256")
+
+
+def keys_of(keys: Any) -> list[bytes]:
+    """Returns keys of kept content, in their order.
+
+    Raises:
+        TypeError, ValueError: these are none, or one is none.
+    """
+    if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
+        raise TypeError(f"keys is a list of keys, not {shown(keys)}")
+    listed = list(keys)
+    for key in listed:
+        check_key(key)
+    return listed
 
 
 def check_route_key(key: Any) -> None:

@@ -60,19 +60,28 @@ class WaitingLine(dict[Place[_Thing], Any], Generic[_Thing]):
         try:
             thing = await place
         except BaseException:
-            del self[place]
-            if place.done() and not place.cancelled() and place.exception() is None:
-                unused(place.result())
-            else:
-                place.cancel()  # unless it was failed: so whoever has something for it sees that its task has left
-                if left is not None:
-                    left(place)
+            self.leave(place, unused, left)
             raise
         else:
             del self[place]
             return thing
         finally:
             del place
+
+    def leave(
+        self,
+        place: Place[_Thing],
+        unused: Callable[[_Thing], object],
+        left: Callable[[Place[_Thing]], object] | None = None,
+    ) -> None:
+        """The task of a place waits no more; arguments as of :meth:`stay`."""
+        del self[place]
+        if place.done() and not place.cancelled() and place.exception() is None:
+            unused(place.result())
+        else:
+            place.cancel()  # unless it was failed: so whoever has something for it sees that its task has left
+            if left is not None:
+                left(place)
 
     def wait(self, unused: Callable[[_Thing], object]) -> Awaitable[_Thing]:
         """Enters the line, and waits for what the place is given; see :meth:`stay`."""

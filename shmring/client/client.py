@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
@@ -26,7 +26,7 @@ import torch
 from shmring.client.connection import EngineConnection
 from shmring.client.deadlines import Deadlines
 from shmring.client.engines import Engines
-from shmring.client.kept import Kept
+from shmring.client.kept import Keeping, Kept
 from shmring.client.preparing import Preparations
 from shmring.client.routing import EngineLoad, Route
 from shmring.client.session import Session
@@ -35,9 +35,19 @@ from shmring.client.submission import Submission
 from shmring.config import ClientConfig
 from shmring.core.compiled import ClientCalls, ForEngine
 from shmring.core.geometry import nbytes_for_slots
-from shmring.door import check_key, check_name, check_retry, check_route_key, names_of, parse_nbytes, shown, timeout_of
-from shmring.errors import EngineDeadError, ShmringError, WouldBlock
-from shmring.gpu.cuda import Cuda, TorchCuda
+from shmring.door import (
+    check_key,
+    check_name,
+    check_retry,
+    check_route_key,
+    keys_of,
+    names_of,
+    parse_nbytes,
+    shown,
+    timeout_of,
+)
+from shmring.errors import ClosedError, EngineDeadError, ShmringError, WouldBlock
+from shmring.gpu.cuda import Cuda, Stream, TorchCuda
 from shmring.gpu.device import DeviceMemory
 from shmring.gpu.driver import Driver
 from shmring.memory.copier import Copier
@@ -365,23 +375,154 @@ class Client(ClientCalls):
             TypeError, ValueError: this is no key, or there is no such engine.
         """
         check_key(key)
+        found: list[Kept[Any]] = []
+
+        async def look(session: Session) -> None:
+            kept = await session.kept.find(key, payload_type)
+            if kept is not None:
+                found.append(kept)
+
         with self._deadlines.within(timeout, lambda: self._engines.why_no_answer(engine)):
+            await self._search(engine, look, lambda: bool(found))
+        return found.pop() if found else None
+
+    async def _search(
+        self, engine: str | None, look: Callable[[Session], Awaitable[None]], is_over: Callable[[], bool]
+    ) -> None:
+        """Looks at one engine after the other, until nothing more is to be found."""
+        searched = self._engines.searched(engine)
+        if not searched:
+            await self._engines.some_engine()
             searched = self._engines.searched(engine)
-            if not searched:
-                await self._engines.some_engine()
-                searched = self._engines.searched(engine)
-            for attachment in searched:
-                try:
-                    session = attachment.session or await self._engines.session_with(attachment, engine)
-                    finding = session.kept.find(key, payload_type)
-                    kept = await self._engines.while_it_responds(session, finding, is_given=engine is not None)
-                except EngineDeadError:
-                    if self._engines.leaves_no_other(engine):
-                        raise
-                else:
-                    if kept is not None:
-                        return kept
-        return None
+        for attachment in searched:
+            try:
+                session = attachment.session or await self._engines.session_with(attachment, engine)
+                await self._engines.while_it_responds(session, look(session), is_given=engine is not None)
+            except EngineDeadError:
+                if self._engines.leaves_no_other(engine):
+                    raise
+            else:
+                if is_over():
+                    return
+
+    async def find_many(
+        self,
+        keys: Iterable[bytes],
+        *,
+        payload_type: Any = Any,
+        timeout: float | None = None,
+        engine: str | None = None,
+    ) -> list[Kept[Any] | None]:
+        """Looks for many contents at once: with one round trip to each engine that is asked, for up to 64 of them.
+
+        Args:
+            keys: as of :meth:`find`; any number.
+            payload_type, timeout, engine: as of :meth:`find`.
+
+        Returns:
+            For each key, in their order, the content to be left, or None if it is not there.
+
+        Raises:
+            WouldBlock: one of them is there, and this client has as much pinned as the engine allows. Nothing new is pinned.
+            TimeoutError, EngineDeadError, ClosedError, TypeError, ValueError: as :meth:`find`; nothing new is pinned.
+        """
+        wanted = keys_of(keys)
+        found: dict[bytes, Kept[Any]] = {}
+
+        async def look(session: Session) -> None:
+            found.update(await session.kept.find_many([key for key in wanted if key not in found], payload_type))
+
+        try:
+            with self._deadlines.within(timeout, lambda: self._engines.why_no_answer(engine)):
+                await self._search(engine, look, lambda: len(found) == len(set(wanted)))
+            first = {key: place for place, key in reversed(list(enumerate(wanted)))}
+            return [  # what is named twice is left twice
+                kept if kept is None or first[key] == place else kept._contents.find_nowait(key, payload_type)
+                for place, (key, kept) in enumerate((key, found.get(key)) for key in wanted)
+            ]
+        except BaseException:
+            for kept in found.values():
+                kept.close()
+            raise
+
+    def find_nowait(self, key: bytes, *, payload_type: Any = Any, engine: str | None = None) -> Kept[Any]:
+        """Returns kept content that this client has pinned already, without asking anybody. Any thread may call this.
+
+        Args:
+            key, payload_type, engine: as of :meth:`find`.
+
+        Raises:
+            WouldBlock: this client has not pinned it: :meth:`find` asks the engine. Or no engine is attached now.
+            EngineDeadError, ClosedError, TypeError, ValueError: as :meth:`find`.
+        """
+        check_key(key)
+        for session in self._engines.asked(engine):
+            kept = session.kept.find_nowait(key, payload_type)
+            if kept is not None:
+                return kept
+        raise WouldBlock("this client has pinned no such content; find() asks the engine for it")
+
+    async def wait_kept(
+        self, key: bytes, *, payload_type: Any = Any, timeout: float | None = None, engine: str | None = None
+    ) -> Kept[Any]:
+        """Waits until there is content under a key, and returns it: at once if it is there. Nobody polls for it.
+
+        It is pinned for this client in the moment in which it comes, so it is there when the caller goes on. Callers that wait
+        for the same key share one question to the engine.
+
+        Args:
+            key, payload_type: as of :meth:`find`.
+            timeout: seconds.
+            engine: where; of several engines, one has to be named.
+
+        Returns:
+            The content, which is pinned until it is left.
+
+        Raises:
+            TimeoutError: none has come.
+            WouldBlock: it is there, and this client has as much pinned as the engine allows; or callers of this client wait for
+                1024 other keys.
+            EngineDeadError: the engine has gone. The next engine of that name begins without content: wait again.
+            ClosedError, TypeError, ValueError: as :meth:`find`; or there are several engines, and none is named.
+        """
+        check_key(key)
+        attachment = self._engines.given(engine) if engine is not None else self._engines.the_only("content to wait for")
+        with self._deadlines.within(timeout, lambda: f"content to come to {attachment.name!r} under the key {key.hex()[:16]}"):
+            session = await attachment.ready()
+            return await session.kept.wait(key, payload_type)
+
+    def keep_nowait(self, key: bytes, payload: object, slot: Slot, *, stream: Stream | None = None) -> Keeping:
+        """Gives a slot to the engine, to be found under a key as soon as a GPU has written it. Waits for nothing.
+
+        The slot is not the caller's any more: leaving its block does nothing. If this process dies before the GPU has done its
+        work, or before the engine has read of it, nothing was published. If there is content under this key already, that stays,
+        and the slot is free again.
+
+        Args:
+            key: as of :meth:`keep`.
+            payload: any msgspec-encodable object with tensors in ``slot``, and in no other memory. Don't change it.
+            slot: of this client, in host memory.
+            stream: what is queued on it by now writes to the slot: a stream of torch's, or its number on this thread's device.
+                None: nothing is queued, the slot is written.
+
+        Returns:
+            An object that says later whether it is kept (``ended``, ``error``), and that can be waited for.
+
+        Raises:
+            WouldBlock: the engine is about to end.
+            CapacityError, TypeError: as :meth:`keep`.
+            CudaError: CUDA can't say when its work is done. The slot is kept for good.
+            ValueError: the tensors lie elsewhere, or the slot is not of this client.
+            ClosedError: the slot was left, or the client closed.
+            EngineDeadError: the engine has gone.
+        """
+        check_key(key)
+        if not isinstance(slot, Slot):
+            raise TypeError(f"slot is a slot of this client, not {shown(slot)}")
+        session = self._engines.given(slot.engine).ready_nowait()
+        if slot._end is not session.end:
+            raise ClosedError("this slot is of another client, or of an earlier life of its engine")
+        return session.kept.keep_nowait(key, payload, slot, stream)
 
     async def keep(self, key: bytes, payload: object, *, timeout: float | None = None, engine: str | None = None) -> Kept[Any]:
         """Gives content to an engine, to be found under a key by every client until its space is wanted for something else.

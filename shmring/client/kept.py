@@ -1,13 +1,21 @@
-"""Kept content in a frontend: finding it, handing a slot over to be kept, and the pins meanwhile.
+"""Kept content in a frontend: finding it, waiting for it, handing a slot over to be kept, and the pins meanwhile.
 
-Theory of operation. Found content is pinned at the engine until this side gives the pin back. A :class:`_Pin` counts its users
-here: callers that hold a :class:`Kept`; the caller of the slot, until that slot is left; and living views. With the last of
-them the pin goes back. A content is pinned once, for any number of callers, and found again without asking the engine.
+Theory of operation. Found content is pinned at the engine until this side gives the pin back. A
+:class:`~shmring.core.compiled.Pin` counts its users here: callers that hold a :class:`Kept`; the caller of the slot, until that
+slot is left; and living views. With the last of them the pin goes back. A content is pinned once, for any number of callers,
+and found again without asking the engine: by any thread (:meth:`KeptContents.find_nowait`).
 
 Its slot stands among the held ones of the session, so a payload with views of it is sent from there. A request that was sent
 has a pin of its own at the engine: messages come in order, and the request comes before the message that gives this pin back.
 
-Invariants: the content of each :class:`_Pin` is pinned at the engine; a pin has a user or a view, or is forgotten.
+Callers that wait for a key share one question to the engine (:class:`_Wait`), which answers it when the content comes. If all
+of them have left, the engine is told, and answers as well: so each question has one answer, whatever crosses on the way.
+
+A slot that is handed over behind a GPU's work (:meth:`KeptContents.keep_nowait`) is this object's from then on. Nothing is sent
+before the GPU has done that work, so a process that dies meanwhile has published nothing.
+
+Invariants: the content of each pin is pinned at the engine; a pin has a user or a view, or is forgotten; the engine has one
+question for each key for which callers wait.
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Generic, Self
 
@@ -23,28 +32,33 @@ from typing_extensions import TypeVar
 
 from shmring.client.life import SessionLife
 from shmring.client.sending import Sending
-from shmring.core.compiled import ClientEnd, ClientSlotRecord, KeptContent, Packed, kept_slot
+from shmring.client.slot import Slot
+from shmring.core.compiled import ClientEnd, ClientSlotRecord, KeptContent, LoadPage, Packed, Pin, kept_slot
 from shmring.core.dropped import give_back_soon, warn_of
 from shmring.core.geometry import BLOCK_NBYTES, Geometry, slot_blocks
 from shmring.core.messages import (
     MAX_FINDS,
     MAX_KEPT_PAYLOAD_NBYTES,
+    MAX_WAITS,
     SLOT_HEADER_NBYTES,
     Find,
     Found,
     Keep,
     NotKept,
+    StopWaiting,
     Unpin,
 )
 from shmring.core.states import ClientSlot
-from shmring.errors import CapacityError, ClosedError, RemoteError, RemoteProtocolError, WouldBlock
+from shmring.errors import CapacityError, ClosedError, RemoteError, RemoteProtocolError, ShmringError, WouldBlock, fresh
+from shmring.gpu.behind import Behind
+from shmring.gpu.cuda import Stream
 from shmring.line import Place, WaitingLine
 from shmring.memory.slab import Slab
 from shmring.memory.slots import HostSlots
 from shmring.transport.link import Link
 from shmring.uncopied import uncopied
 
-__all__ = ["Kept", "KeptContents"]
+__all__ = ["Keeping", "Kept", "KeptContents"]
 
 _Payload = TypeVar("_Payload", default=Any)
 
@@ -59,28 +73,71 @@ _WHY_NOT = {
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Pin:
-    """A content that this client has pinned.
+class _Wait:
+    """A key for which callers wait.
 
     Attributes:
-        key: of it.
-        found: how the engine describes it.
-        record: of its slot.
-        address: of its content in this process.
-        count: how often it is pinned at the engine.
-        users: callers that hold it, and the caller of its slot until the slot is left.
-        views: how many callers have left it but still have views.
-        is_slots: whether the slot's holder has it among the held slots.
+        key: which one.
+        token: of the question to the engine.
+        line: of the callers.
+        is_ending: whether all of them had left, and the engine was told.
     """
 
     key: bytes
-    found: Found
-    record: ClientSlotRecord
-    address: int
-    count: int = 0
-    users: int = 0
-    views: int = 0
-    is_slots: bool = False
+    token: int
+    line: WaitingLine[Pin | NotKept] = dataclasses.field(default_factory=WaitingLine)
+    is_ending: bool = False
+
+
+class Keeping:
+    """Content that will be kept, from :meth:`Client.keep_nowait`. Nobody has to wait for it; nothing is pinned for its caller.
+
+    Attributes:
+        key: that it will be found by.
+        error: why it is not kept; None: it is, or that is not known yet.
+    """
+
+    __slots__ = ("_over", "error", "key")
+
+    def __init__(self, key: bytes, loop: asyncio.AbstractEventLoop) -> None:
+        self.key = key
+        self.error: Exception | None = None
+        self._over: asyncio.Future[None] = loop.create_future()
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.ended else "kept" if self.error is None else f"not kept: {self.error}"
+        return f"<Keeping {self.key.hex()[:16]}, {state}>"
+
+    __reduce_ex__ = uncopied("it is one content that its client hands over; hand on its key")
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is kept, or is not and will not be."""
+        return self._over.done()
+
+    async def wait(self) -> None:
+        """Waits until it is kept.
+
+        Raises:
+            WouldBlock, CapacityError, EngineDeadError, ClosedError: it is not, as :meth:`Client.keep` says.
+        """
+        await asyncio.shield(self._over)
+        if self.error is not None:
+            raise fresh(self.error) if isinstance(self.error, ShmringError) else self.error
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._over.done():
+            self.error = error
+            self._over.set_result(None)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Handed:
+    """A slot that is published when a GPU has done what is queued: what its caller has asked for, the slot, and its payload."""
+
+    keeping: Keeping
+    slot: Slot
+    payload: object
 
 
 class Kept(Generic[_Payload]):
@@ -95,11 +152,11 @@ class Kept(Generic[_Payload]):
 
     __slots__ = ("__weakref__", "_content", "_contents", "_payload", "_payload_type", "_pin", "key", "nbytes")
 
-    def __init__(self, contents: KeptContents, pin: _Pin, payload_type: Any) -> None:
+    def __init__(self, contents: KeptContents, pin: Pin, payload_type: Any) -> None:
         self.key = pin.key
-        self.nbytes = pin.found.nbytes
+        self.nbytes: int = pin.found.nbytes
         self._contents = contents
-        self._pin: _Pin | None = pin
+        self._pin: Pin | None = pin
         self._payload_type = payload_type
         self._payload: list[Any] = []
         self._content: KeptContent | None = None
@@ -166,6 +223,8 @@ class KeptContents:
         host_slots: of the session.
         sending: of the session.
         slab: that content lies in; it lets go of its mapping when the session ends.
+        load: of the engine.
+        behind: says when a GPU has done what is queued.
         key_of_regions: the first number of the keys of their regions.
     """
 
@@ -177,6 +236,8 @@ class KeptContents:
         host_slots: HostSlots,
         sending: Sending,
         slab: Slab,
+        load: LoadPage,
+        behind: Behind,
         key_of_regions: int,
     ) -> None:
         self.life = life
@@ -185,13 +246,18 @@ class KeptContents:
         self._host_slots = host_slots
         self._sending = sending
         self._slab = slab
+        self._load = load
+        self._behind = behind
         self._key_of_regions = key_of_regions
         self._tokens = itertools.count(1)
-        self._pins: dict[int, _Pin] = {}  # by generation
-        self._by_key: dict[bytes, _Pin] = {}
+        self._pins: dict[int, Pin] = {}  # by generation; by key, the end has them
         self._asking = asyncio.Semaphore(MAX_FINDS)
-        self._line: WaitingLine[_Pin | NotKept] = WaitingLine()
-        self._answers: dict[int, tuple[Place[_Pin | NotKept], bytes, ClientSlotRecord | None]] = {}
+        self._line: WaitingLine[Pin | NotKept] = WaitingLine()
+        self._answers: dict[int, tuple[Place[Pin | NotKept], bytes, ClientSlotRecord | None]] = {}
+        self._waits: dict[bytes, _Wait] = {}
+        self._waited: dict[int, _Wait] = {}  # the same, by token
+        self._handed: dict[int, _Handed] = {}  # behind a GPU's work, by the number that is reported then
+        self._publishing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -200,24 +266,179 @@ class KeptContents:
 
     async def find(self, key: bytes, payload_type: Any) -> Kept[Any] | None:
         """See :meth:`Client.find`."""
-        pin = self._by_key.get(key)
-        if pin is not None:
+        self.life.check_alive()
+        pin = self.end.use_pinned(key)
+        if pin is None:
+            pin = self._taken(await self._ask(key, None))
+        return None if pin is None else self._handed_out(pin, payload_type)
+
+    def find_nowait(self, key: bytes, payload_type: Any) -> Kept[Any] | None:
+        """See :meth:`Client.find_nowait`; None: it is not pinned here. On any thread."""
+        self.life.check_alive()
+        pin = self.end.use_pinned(key)
+        return None if pin is None else Kept(self, pin, payload_type)
+
+    async def find_many(self, keys: Sequence[bytes], payload_type: Any) -> dict[bytes, Kept[Any]]:
+        """See :meth:`Client.find_many`; returns what was found, each once."""
+        self.life.check_alive()
+        found: dict[bytes, Kept[Any]] = {}
+        asked: dict[bytes, Place[Pin | NotKept]] = {}
+        try:
+            for key in dict.fromkeys(keys):
+                if (pin := self.end.use_pinned(key)) is not None:
+                    found[key] = self._handed_out(pin, payload_type)
+                else:
+                    asked[key] = await self._send(key, None)  # without waiting for an answer, so all have one round trip
+            while asked:
+                key = next(iter(asked))
+                if (pin := self._taken(await self._line.stay(asked.pop(key), self._unused))) is not None:
+                    found[key] = self._handed_out(pin, payload_type)
+            return found
+        except BaseException:
+            for kept in found.values():
+                kept.close()
+            for place in asked.values():
+                self._line.leave(place, self._unused)
+            raise
+        finally:
+            asked.clear()
+
+    def _taken(self, answer: Pin | NotKept) -> Pin | None:
+        """The answer to a search has come: returns the pin; None: there is no such content.
+
+        Raises:
+            WouldBlock: it must not be pinned.
+        """
+        if not isinstance(answer, NotKept):
+            self.life.counters.kept_hits += 1
+            return answer
+        if answer.reason != "absent":
+            raise WouldBlock(_WHY_NOT[answer.reason])
+        self.life.counters.kept_misses += 1
+        return None
+
+    async def wait(self, key: bytes, payload_type: Any) -> Kept[Any]:
+        """See :meth:`Client.wait_kept`."""
+        self.life.home.check_loop()
+        while True:
             self.life.check_alive()
-            pin.users += 1
+            pin = self.end.use_pinned(key)
+            if pin is None:
+                pin = self._taken(await self._await_in_line(key))
+            if pin is not None:
+                return self._handed_out(pin, payload_type)
+
+    async def _await_in_line(self, key: bytes) -> Pin | NotKept:
+        """Waits for content, together with others that wait for the same. It has one more user then.
+
+        What is held meanwhile: one of the keys that a client may wait for.
+        """
+        await self._sending.writable()
+        self.life.check_alive()
+        wait = self._waits.get(key)
+        if wait is None:
+            if len(self._waits) >= MAX_WAITS:
+                raise WouldBlock(f"callers of this client wait for {len(self._waits)} keys, and the engine takes no more")
+            wait = _Wait(key, 0)
+            self._ask_for(wait)
+        place = wait.line.enter()
+        try:
+            return await wait.line.stay(place, self._unused, lambda _: self._left(wait))
+        finally:
+            del place
+
+    def _ask_for(self, wait: _Wait) -> None:
+        """Asks the engine to answer when there is content."""
+        wait.token, wait.is_ending = next(self._tokens), False
+        self._waits[wait.key] = self._waited[wait.token] = wait
+        try:
+            self._link.send(Find(wait.token, wait.key, waits=True))
+        except BaseException:  # it was not sent
+            del self._waits[wait.key], self._waited[wait.token]
+            raise
+
+    def _left(self, wait: _Wait) -> None:
+        """A caller waits no more. With the last one, the engine is told; it answers, too."""
+        if not wait.line and not wait.is_ending and self.life.error is None:
+            wait.is_ending = True
+            self._link.send(StopWaiting((wait.token,)))
+
+    def _came(self, wait: _Wait, answer: Found | NotKept) -> None:
+        """The engine answers those that wait for a key.
+
+        Raises:
+            RemoteProtocolError: the answer can't be true.
+        """
+        if isinstance(answer, Found):
+            result: Pin | NotKept = self._pinned(wait.key, answer, None)
+        elif answer.reason == "pins" or (answer.reason == "absent" and wait.is_ending):
+            result = answer
         else:
-            answer = await self._ask(key, None)
-            if isinstance(answer, NotKept):
-                if answer.reason == "absent":
-                    self.life.counters.kept_misses += 1
-                    return None
-                raise WouldBlock(_WHY_NOT[answer.reason])
-            pin = answer
-        self.life.counters.kept_hits += 1
-        return self._handed_out(pin, payload_type)
+            raise RemoteProtocolError(f"who waits for content is answered with {answer.reason!r}")
+        del self._waits[wait.key], self._waited[wait.token]
+        places = [place for place, _ in wait.line.waiting()]
+        if isinstance(result, NotKept) and result.reason == "absent" and places:  # who has come since wants it still
+            self._ask_for(wait)
+            return
+        for place in places:
+            if isinstance(result, Pin):
+                result.enter()
+            place.set_result(result)
+        if isinstance(result, Pin):
+            self.leave(result, None)
+
+    def keep_nowait(self, key: bytes, payload: object, slot: Slot, stream: Stream | None) -> Keeping:
+        """See :meth:`Client.keep_nowait`."""
+        self.life.check_alive()
+        self.life.home.check_loop()
+        packed = self.end.pack(payload)
+        if not self._can_keep(packed) or packed.slots[0] is not slot._record:
+            raise ValueError("what is kept without waiting lies in the slot that is given, with all its tensors")
+        self._check_payload(packed.payload)
+        self._check_keeping()
+        handed = _Handed(Keeping(key, self.life.loop), slot._hand_on(), payload)
+        if stream is not None:
+            number = next(self._tokens)
+            self._handed[number] = handed  # first: if CUDA can't say when it has done its work, the slot is kept for good
+            if not self._behind.follow(stream, number):
+                return handed.keeping
+            del self._handed[number]
+        self._publish(handed)
+        return handed.keeping
+
+    def gpu_came(self, number: int) -> None:
+        """A GPU has done what was queued before a slot was handed over."""
+        handed = self._handed.pop(number, None)
+        if handed is not None:
+            self._publish(handed)
+
+    def _publish(self, handed: _Handed) -> None:
+        task = self.life.loop.create_task(self._keep_handed(handed))
+        self._publishing.add(task)
+        task.add_done_callback(self._publishing.discard)
+
+    async def _keep_handed(self, handed: _Handed) -> None:
+        error: Exception | None = None
+        try:
+            (await self.keep(handed.keeping.key, handed.payload)).close()
+        except Exception as failure:  # noqa: BLE001 - it is for whoever looks at the keeping
+            error = failure
+        except BaseException:  # the loop ends
+            error = ClosedError("the event loop ended before this was kept")
+            raise
+        finally:
+            handed.payload = None
+            handed.slot.close()
+            handed.keeping._end(error)
+
+    def _check_keeping(self) -> None:
+        if self._load.draining:
+            raise WouldBlock("the engine is about to end, and keeps nothing more")
 
     async def keep(self, key: bytes, payload: object) -> Kept[Any]:
         """See :meth:`Client.keep`."""
         self.life.check_alive()
+        self._check_keeping()
         copied: ClientSlotRecord | None = None
         packed = self.end.pack(payload)
         if not self._can_keep(packed):
@@ -243,7 +464,7 @@ class KeptContents:
             raise WouldBlock(_WHY_NOT[answer.reason])
         return self._handed_out(answer, Any)
 
-    def _handed_out(self, pin: _Pin, payload_type: Any) -> Kept[Any]:
+    def _handed_out(self, pin: Pin, payload_type: Any) -> Kept[Any]:
         try:
             return Kept(self, pin, payload_type)
         except BaseException:
@@ -266,13 +487,21 @@ class KeptContents:
                 capacity=capacity,
             )
 
-    async def _ask(self, key: bytes, given: tuple[bytes, object, ClientSlotRecord | None] | None) -> _Pin | NotKept:
+    async def _ask(self, key: bytes, given: tuple[bytes, object, ClientSlotRecord | None] | None) -> Pin | NotKept:
         """Looks for content, or hands some over, and waits for the answer. Found content has one more user.
 
         Args:
             key: of the content.
             given: its payload as msgpack, the packed payload, and the slot; None: this is a search.
         """
+        place = await self._send(key, given)
+        try:
+            return await self._line.stay(place, self._unused)
+        finally:
+            del place
+
+    async def _send(self, key: bytes, given: tuple[bytes, object, ClientSlotRecord | None] | None) -> Place[Pin | NotKept]:
+        """Sends such a question, when that may be; returns the place of its answer. Arguments as of :meth:`_ask`."""
         self.life.check_alive()
         self.life.home.check_loop()
         await self._asking.acquire()  # until the engine has answered, even if the caller no longer waits
@@ -281,7 +510,7 @@ class KeptContents:
             self.life.check_alive()
             token = next(self._tokens)
             record: ClientSlotRecord | None = None
-            place: Place[_Pin | NotKept] | None = None
+            place: Place[Pin | NotKept] | None = None
             if given is None:
                 message: Find | Keep = Find(token, key)
             else:
@@ -307,16 +536,15 @@ class KeptContents:
                 if record is not None:
                     self.end.take_back((record.generation,))
                 raise
+            return place
         except BaseException:
             self._asking.release()
             raise
-        try:
-            return await self._line.stay(place, self._unused)
         finally:
-            del place
+            place = None
 
-    def _unused(self, answer: _Pin | NotKept) -> None:
-        if isinstance(answer, _Pin):
+    def _unused(self, answer: Pin | NotKept) -> None:
+        if isinstance(answer, Pin):
             self.leave(answer, None)
 
     def answered(self, answer: Found | NotKept) -> None:
@@ -325,12 +553,15 @@ class KeptContents:
         Raises:
             RemoteProtocolError: there is no such question, or the answer can't be true.
         """
+        if (wait := self._waited.get(answer.token)) is not None:
+            self._came(wait, answer)
+            return
         question = self._answers.get(answer.token)
         if question is None:
             raise RemoteProtocolError(f"request {answer.token} for kept content is answered, which is not in flight")
         future, key, record = question
         if isinstance(answer, Found):
-            result: _Pin | NotKept = self._pinned(key, answer, record)
+            result: Pin | NotKept = self._pinned(key, answer, record)
         elif answer.reason in (_NOT_FOUND if record is None else _NOT_KEPT):
             result = answer
         else:
@@ -339,10 +570,10 @@ class KeptContents:
         self._asking.release()
         if not future.done():
             future.set_result(result)
-        elif isinstance(result, _Pin):  # its caller stopped waiting
+        elif isinstance(result, Pin):  # its caller stopped waiting
             self.leave(result, None)
 
-    def _pinned(self, key: bytes, found: Found, record: ClientSlotRecord | None) -> _Pin:
+    def _pinned(self, key: bytes, found: Found, record: ClientSlotRecord | None) -> Pin:
         """Content is pinned once more at the engine; returns its pin, with one more user.
 
         Raises:
@@ -357,30 +588,31 @@ class KeptContents:
         if is_given:
             assert record is not None
             self._host_slots.carry_out(self._host_slots.book.kept(found.generation, self.life.loop.time()))
-            pin = _Pin(key, found, record, self.end.content_address(record))
+            pin = Pin(key, found, record, self.end.content_address(record))
             if record.held or record.viewed:  # its caller has not left it, or still views it
                 pin.is_slots = record.held
-                pin.users += 1
+                pin.enter()
         elif pin is None:
-            pin = _Pin(key, found, record := kept_slot(found), 0)
             self._open(found)
-            pin.address = self.end.content_address(record)
+            record = kept_slot(found)
+            pin = Pin(key, found, record, self.end.content_address(record))
+        pin.count += 1
+        pin.enter()
         if found.generation not in self._pins:
-            self._pins[found.generation] = self._by_key[key] = pin
+            self._pins[found.generation] = self.end.pinned[key] = pin
             if not pin.is_slots:
                 self.end.held.hold(pin.record, pin.address, found.nbytes)
-        pin.count += 1
-        pin.users += 1
         return pin
 
-    def _is_same(self, pin: _Pin, key: bytes, found: Found) -> bool:
+    def _is_same(self, pin: Pin, key: bytes, found: Found) -> bool:
         """Whether found content is the content that is pinned already."""
-        return pin.key == key and msgspec.structs.replace(found, token=pin.found.token) == pin.found
+        is_same: bool = pin.key == key and msgspec.structs.replace(found, token=pin.found.token) == pin.found
+        return is_same
 
     def _can_be(self, key: bytes, found: Found, given: ClientSlotRecord | None) -> bool:
         """Whether an engine that keeps to the rules can have found this: another content under no key that is pinned, where
         no lease of ours and nothing else that is pinned lies; or the slot that was given, where that is."""
-        if key in self._by_key:
+        if key in self.end.pinned:
             return False
         if given is not None:
             return (found.offset, found.nbytes) == (given.offset, given.nbytes)
@@ -391,7 +623,7 @@ class KeptContents:
         is_ours = self._host_slots.book.has(start, blocks) or self.end.held.overlaps(address, found.nbytes)
         return is_leasable and not is_ours
 
-    def open(self, pin: _Pin) -> KeptContent:
+    def open(self, pin: Pin) -> KeptContent:
         """Opens a content for one caller's views."""
         return self._open(pin.found)
 
@@ -400,7 +632,7 @@ class KeptContents:
 
     # -- leaving -------------------------------------------------------------------------------------------------------------
 
-    def leave(self, pin: _Pin, content: KeptContent | None) -> None:
+    def leave(self, pin: Pin, content: KeptContent | None) -> None:
         """A caller has left a content.
 
         Args:
@@ -409,7 +641,7 @@ class KeptContents:
         """
         if self.life.error is not None:
             return
-        pin.users -= 1
+        pin.leave()
         if content is not None and content.leave():
             pin.views += 1
         self._forget_unused(pin)
@@ -421,14 +653,14 @@ class KeptContents:
             return
         pin.is_slots = False
         if not record.viewed:
-            pin.users -= 1
+            pin.leave()
         self.end.held.hold(record, pin.address, pin.found.nbytes)  # for who holds the content
         self._forget_unused(pin)
 
     def slot_views_gone(self, record: ClientSlotRecord) -> None:
         """The last view of a slot that is kept, and was left, has died."""
         pin = self._pins[record.generation]
-        pin.users -= 1
+        pin.leave()
         self._forget_unused(pin)
 
     def views_gone(self, generation: int) -> None:
@@ -437,11 +669,11 @@ class KeptContents:
         pin.views -= 1
         self._forget_unused(pin)
 
-    def _forget_unused(self, pin: _Pin) -> None:
-        if pin.users or pin.views:
+    def _forget_unused(self, pin: Pin) -> None:
+        if not self.end.forget_unused(pin):
             return
         try:
-            del self._pins[pin.found.generation], self._by_key[pin.key]
+            del self._pins[pin.found.generation]
             self.end.held.leave(pin.address)
             pin.record.state = ClientSlot.FREE  # a payload that is about to be sent from there is packed again
             self._link.send_listed(Unpin, [pin.found.generation] * pin.count)
@@ -463,7 +695,12 @@ class KeptContents:
         waiting: list[asyncio.Future[Any]] = [future for future, _, _ in self._answers.values()]
         for _ in self._answers:
             self._asking.release()
-        self._answers.clear()
-        self._pins.clear()
-        self._by_key.clear()
+        for wait in self._waits.values():
+            waiting += wait.line
+        for questions in (self._answers, self._waits, self._waited, self._pins, self.end.pinned):
+            questions.clear()
+        for handed in self._handed.values():
+            handed.keeping._end(self.life.fresh_error())
+        self._behind.close(list(self._handed.values()))
+        self._handed.clear()
         return waiting

@@ -65,6 +65,7 @@ from shmring.errors import (
     ShmringError,
     SlabError,
 )
+from shmring.gpu.behind import Behind
 from shmring.gpu.cuda import Cuda
 from shmring.gpu.device import DeviceMemory
 from shmring.gpu.device_slots import DeviceSlots
@@ -90,7 +91,7 @@ _MAX_BACKLOG_NBYTES = 16 << 20  # an abort for each request, and ids of leases a
 _TOUCHED_AT_ONCE_NBYTES = 64 << 20  # some 15 ms of a copying thread's time
 _GOODBYE_TIMEOUT_S = 1.0  # for the engine to read our last messages
 _UNREAD_S = 0.25  # after a reply that lies in a slot came, and from then on as long as there are any
-_OF_SLOTS, _OF_REPLIES, _OF_KEPT = 0, 1, 2  # the kind of a region
+_OF_SLOTS, _OF_REPLIES, _OF_KEPT, _OF_GPU = 0, 1, 2, 3  # the kind of a region
 
 
 class Session:
@@ -126,7 +127,8 @@ class Session:
         self.load = load
         self._copier = copier
         self._slab = slab
-        self._regions = regions  # by _OF_SLOTS and the id of a record, or by _OF_REPLIES or _OF_KEPT and a generation
+        # By _OF_SLOTS and the id of a record, by _OF_REPLIES or _OF_KEPT and a generation, or by _OF_GPU and a number.
+        self._regions = regions
         self._on_lost = on_lost
         self._touching: asyncio.Task[None] | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -176,7 +178,10 @@ class Session:
             life, self.end, self.link, self.host_slots, self.device_slots, copier, slab, lambda: len(self.kept)
         )
         self.calls = CallsInFlight(life, self.link, self.sending)
-        self.kept: KeptContents = KeptContents(life, self.end, self.link, self.host_slots, self.sending, slab, _OF_KEPT)
+        behind = Behind(cuda, regions, _OF_GPU, self.loop)
+        self.kept: KeptContents = KeptContents(
+            life, self.end, self.link, self.host_slots, self.sending, slab, load, behind, _OF_KEPT
+        )
         # What a shell has, and other objects do.
         self.check_alive, self.check_readable = life.check_alive, life.check_readable
         self.carry_out, self.give_up = self.host_slots.carry_out, self.host_slots.give_up
@@ -392,6 +397,8 @@ class Session:
                     self.kept.slot_views_gone(record)
             elif kind == _OF_KEPT:
                 self.kept.views_gone(key)
+            elif kind == _OF_GPU:
+                self.kept.gpu_came(key)
             else:
                 replies.append(key)
         self.release_replies(replies)

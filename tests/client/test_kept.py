@@ -384,6 +384,344 @@ async def test_what_can_not_be_sent_leaves_nothing_behind(
     assert ring.statistics().protocol_errors == 0
 
 
+# -- many at once, and without asking ----------------------------------------------------------------------------------------
+
+
+async def test_many_are_found_in_one_round_trip_each_in_its_place(ring: Ring, connect: Any) -> None:
+    first, other = await connect(), await connect()
+    await give(first, *range(8))
+    held = await other.find(key(3))
+    link = session_of(other).link
+    go_on = hold(link)  # no answer is read before all is sent
+    finding = asyncio.create_task(other.find_many([*map(key, range(8)), key(99), key(5)]))
+    await eventually(lambda: ring.statistics().kept_hits == 1 + 7)
+    assert ring.statistics().kept_misses == 1
+    assert not finding.done()
+    go_on()
+    found = await finding
+    assert [kept and kept.key for kept in found] == [*map(key, range(8)), None, key(5)]
+    assert found[5] is not found[9]
+    for number, kept in enumerate(found[:8]):
+        assert int(kept.payload["x"].sum()) == number * SIZE
+    counts = other.statistics()
+    assert (counts.kept_pins, counts.kept_hits, counts.kept_misses) == (8, 1 + 8 + 1, 1)
+    found[5].close()
+    assert int(found[9].payload["x"][0]) == 5, "what is named twice is left twice"
+    for kept in (held, *found):
+        if kept is not None:
+            kept.close()
+    await eventually(lambda: kept_pinned(ring) == 0)
+
+
+@pytest.mark.one_loop
+async def test_more_than_may_ask_at_a_time_are_found_as_well(ring: Ring, connect: Any) -> None:
+    first, other = await connect(), await connect()
+    await give(first, 7)
+    keys = [key(number) for number in range(100, 100 + 2 * MAX_FINDS)]
+    both = await asyncio.gather(other.find_many([*keys, key(7)]), other.find_many([key(7), *reversed(keys)]))
+    assert [sum(kept is not None for kept in found) for found in both] == [1, 1]
+    for found in both:
+        next(filter(None, found)).close()
+    await eventually(lambda: kept_pinned(ring) == 0)
+    assert await other.find_many([]) == []
+
+
+@pytest.mark.one_loop
+@pytest.mark.ring(MAX_PINS=2)
+async def test_if_not_all_of_many_can_be_pinned_none_is(ring: Ring, connect: Any) -> None:
+    first, other = await connect(), await connect()
+    await give(first, 1, 2, 3)
+    with pytest.raises(shmring.WouldBlock, match="pinned as much"):
+        await other.find_many([key(1), key(2), key(3)])
+    await eventually(lambda: kept_pinned(ring) == 0)
+    assert other.statistics().kept_pins == 0
+    assert ring.statistics().kept_refusals == 1
+
+
+@pytest.mark.parametrize("turns_before", range(10))
+async def test_who_is_cancelled_while_it_looks_for_many_leaves_nothing_pinned(
+    ring: Ring, connect: Any, turns_before: int
+) -> None:
+    client, other = await connect(), await connect()
+    await give(other, 1, 2)
+    task = asyncio.create_task(client.find_many([key(1), key(9), key(2)]))
+    await turns(turns_before)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        for kept in filter(None, await task):
+            kept.close()
+    await turns()
+    await eventually(lambda: kept_pinned(ring) == 0)
+    assert session_of(client).kept._line == {}
+    ring._shell._book.check()
+
+
+@pytest.mark.one_loop
+async def test_what_is_pinned_here_is_found_without_asking(ring: Ring, connect: Any) -> None:
+    client, other = await connect(), await connect()
+    await give(other, 1)
+    with pytest.raises(shmring.WouldBlock, match="find\\(\\) asks the engine"):
+        client.find_nowait(key(1))
+    with await client.find(key(1)):
+        asked = ring.statistics().kept_hits
+        again = client.find_nowait(key(1), payload_type=dict[str, torch.Tensor])
+        assert ring.statistics().kept_hits == asked
+    assert int(again.payload["x"][0]) == 1, "it is pinned by itself"
+    assert client.find_nowait(key(1), engine="test").close() is None
+    again.close()
+    with pytest.raises(shmring.WouldBlock):
+        client.find_nowait(key(1))
+    assert client.statistics().kept_hits == 3
+    with pytest.raises(TypeError, match="key"):
+        client.find_nowait("text")
+    with pytest.raises(ValueError, match="no engine"):
+        client.find_nowait(key(1), engine="other")
+
+
+@pytest.mark.one_loop
+@for_each(("wrong", "error"), [("text", TypeError), (b"x" * 32, TypeError), ([b"short"], ValueError), (7, TypeError)])
+async def test_what_is_no_list_of_keys_is_refused(client: Client, wrong: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="key"):
+        await client.find_many(wrong)
+
+
+# -- waiting for what is not there yet ---------------------------------------------------------------------------------------
+
+
+async def test_who_waits_for_a_key_is_woken_when_it_comes(ring: Ring, connect: Any) -> None:
+    first, other = await connect(), await connect()
+    waiting = [asyncio.create_task(other.wait_kept(key(1))) for _ in range(1000)]
+    elsewhere = asyncio.create_task(other.wait_kept(key(2)))
+    await eventually(lambda: ring.statistics().kept_waits == 2)
+    records = ring.statistics().kept_misses
+    await give(first, 1)
+    found = await asyncio.gather(*waiting)
+    assert not elsewhere.done()
+    assert (kept_pinned(ring), other.statistics().kept_pins) == (1, 1)
+    assert (ring.statistics().kept_hits, ring.statistics().kept_misses) == (1, records), "the engine was asked once"
+    for kept in found:
+        assert int(kept.payload["x"][0]) == 1
+        kept.close()
+    with await other.wait_kept(key(1)) as again:  # which is there
+        assert int(again.payload["x"][0]) == 1
+    elsewhere.cancel()
+    await eventually(lambda: kept_pinned(ring) == ring.statistics().kept_waits == 0)
+    assert ring.statistics().kept_misses == records + 1
+
+
+async def test_what_was_waited_for_is_there_though_its_memory_is_wanted_at_once(ring: Ring, connect: Any) -> None:
+    """It comes while this client reads nothing, and its giver asks for all the memory before that goes on."""
+    first, other = await connect(), await connect()
+    waiting = asyncio.create_task(other.wait_kept(key(1)))
+    await eventually(lambda: ring.statistics().kept_waits == 1)
+    go_on = hold(session_of(other).link)
+    await give(first, 1)
+    with pytest.raises(TimeoutError):
+        await first.slot(ring.statistics().leasable_nbytes - 64, timeout=0.2)
+    assert not waiting.done()
+    go_on()
+    with await waiting as kept:
+        assert int(kept.payload["x"].sum()) == SIZE
+
+
+async def test_who_waits_too_long_waits_no_more(ring: Ring, connect: Any) -> None:
+    first, other = await connect(), await connect()
+    patient = asyncio.create_task(other.wait_kept(key(1)))
+    await eventually(lambda: ring.statistics().kept_waits == 1)
+    with pytest.raises(TimeoutError, match="content to come to 'test' under the key"):
+        await other.wait_kept(key(1), timeout=0.01)
+    assert ring.statistics().kept_waits == 1, "another caller waits"
+    patient.cancel()
+    await eventually(lambda: ring.statistics().kept_waits == 0)
+    assert session_of(other).kept._waits == {}
+    await give(first, 1)
+    await eventually(lambda: kept_pinned(ring) == 0)
+    assert other.statistics().kept_pins == 0
+    ring._shell._book.check()
+
+
+async def test_who_begins_to_wait_while_the_last_one_leaves_is_woken(ring: Ring, connect: Any) -> None:
+    first, other = await connect(), await connect()
+    leaving = asyncio.create_task(other.wait_kept(key(1)))
+    await eventually(lambda: ring.statistics().kept_waits == 1)
+    go_on = hold(session_of(other).link)
+    leaving.cancel()
+    await eventually(lambda: ring.statistics().kept_waits == 0)  # the answer is on its way
+    coming = asyncio.create_task(other.wait_kept(key(1)))
+    await turns()
+    go_on()
+    await eventually(lambda: ring.statistics().kept_waits == 1)
+    await give(first, 1)
+    (await coming).close()
+
+
+async def test_what_comes_while_the_last_one_leaves_is_left(ring: Ring, connect: Any) -> None:
+    first, other = await connect(), await connect()
+    leaving = asyncio.create_task(other.wait_kept(key(1)))
+    await eventually(lambda: ring.statistics().kept_waits == 1)
+    go_on = hold(session_of(other).link)
+    await give(first, 1)
+    await eventually(lambda: kept_pinned(ring) == 1)  # for who waits
+    leaving.cancel()
+    await turns()
+    go_on()
+    await eventually(lambda: kept_pinned(ring) == 0)
+    assert ring.statistics().protocol_errors == 0
+    assert other.connected
+
+
+@pytest.mark.parametrize("turns_before", range(8))
+async def test_who_is_cancelled_while_it_waits_leaves_nothing(ring: Ring, connect: Any, turns_before: int) -> None:
+    client, other = await connect(), await connect()
+    waiting = asyncio.create_task(client.wait_kept(key(1)))
+    giving = asyncio.create_task(give(other, 1))
+    await turns(turns_before)
+    waiting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        (await waiting).close()
+    await giving
+    await eventually(lambda: kept_pinned(ring) == ring.statistics().kept_waits == 0)
+    assert session_of(client).kept._waits == session_of(client).kept._waited == {}
+    ring._shell._book.check()
+
+
+@pytest.mark.one_loop
+@pytest.mark.ring(MAX_PINS=1)
+async def test_who_waits_and_may_pin_nothing_more_is_told_so(ring: Ring, connect: Any) -> None:
+    first, other = await connect(), await connect()
+    await give(first, 1)
+    with await other.find(key(1)):
+        waiting = asyncio.create_task(other.wait_kept(key(2)))
+        await eventually(lambda: ring.statistics().kept_waits == 1)
+        await give(first, 2)
+        with pytest.raises(shmring.WouldBlock, match="pinned as much"):
+            await waiting
+
+
+@pytest.mark.one_loop
+async def test_a_client_waits_for_a_bounded_number_of_keys(ring: Ring, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmring.client.kept.MAX_WAITS", 2)
+    client = await connect()
+    waiting = [asyncio.create_task(client.wait_kept(key(number))) for number in (1, 2, 1)]
+    await eventually(lambda: ring.statistics().kept_waits == 2)
+    with pytest.raises(shmring.WouldBlock, match="wait for 2 keys"):
+        await client.wait_kept(key(3))
+    waiting[1].cancel()
+    await eventually(lambda: ring.statistics().kept_waits == 1)
+    third = asyncio.create_task(client.wait_kept(key(3)))
+    await eventually(lambda: ring.statistics().kept_waits == 2)
+    for task in (*waiting, third):
+        task.cancel()
+    await eventually(lambda: ring.statistics().kept_waits == 0)
+
+
+@pytest.mark.client(reconnect=True)
+async def test_who_waits_hears_of_the_end_and_may_wait_for_the_next_engine(ring: Ring, client: Client, serve: Any) -> None:
+    waiting = asyncio.create_task(client.wait_kept(key(1)))
+    await eventually(lambda: ring.statistics().kept_waits == 1)
+    await ring.close()
+    with pytest.raises(shmring.EngineDeadError):
+        await waiting
+    again = asyncio.create_task(client.wait_kept(key(1)))
+    await turns()
+    next_ring = await serve(total)
+    await eventually(lambda: next_ring.statistics().kept_waits == 1)
+    (await client.keep(key(1), {"x": pixels(1)})).close()
+    (await again).close()
+
+
+@pytest.mark.one_loop
+async def test_of_several_engines_one_is_named(serve: Any, connect: Any) -> None:
+    rings = [await serve(total, name=name) for name in ("a", "b")]
+    client = await connect(["a", "b"])
+    await eventually(lambda: all(ring.statistics().clients == 1 for ring in rings))
+    with pytest.raises(ValueError, match="content to wait for"):
+        await client.wait_kept(key(1))
+    waiting = asyncio.create_task(client.wait_kept(key(1), engine="b"))
+    await eventually(lambda: rings[1].statistics().kept_waits == 1)
+    (await client.keep(key(2), {"x": pixels(2)}, engine="a")).close()
+    (await client.keep(key(1), {"x": pixels(1)}, engine="b")).close()
+    (await waiting).close()
+    found = await client.find_many([key(1), key(2), key(3)])
+    assert [kept and int(kept.payload["x"][0]) for kept in found] == [1, 2, None]
+    with client.find_nowait(key(1)) as again:
+        assert int(again.payload["x"][0]) == 1
+    for kept in filter(None, found):
+        kept.close()
+
+
+# -- a slot that is handed over ----------------------------------------------------------------------------------------------
+
+
+async def test_a_slot_is_handed_over_without_waiting_and_its_caller_has_left_it(ring: Ring, connect: Any) -> None:
+    client, other = await connect(), await connect()
+    waiting = asyncio.create_task(other.wait_kept(key(1)))
+    async with client.slot(SIZE) as slot:
+        view = slot.tensor((SIZE,), torch.uint8).fill_(7)
+        keeping = client.keep_nowait(key(1), {"x": view}, slot)
+        with pytest.raises(shmring.ClosedError):
+            slot.tensor((1,), torch.uint8)
+        assert not keeping.ended
+        del view
+    with await waiting as kept:
+        assert int(kept.payload["x"].sum()) == 7 * SIZE
+    await keeping.wait()
+    assert (keeping.ended, keeping.error) == (True, None)
+    await eventually(lambda: kept_pinned(ring) == 0)
+    assert client.statistics().slots_in_use == client.statistics().copies == 0
+
+
+@pytest.mark.ring(kept_nbytes="56KiB")
+async def test_what_is_not_kept_after_all_says_why_and_its_slot_is_free(ring: Ring, connect: Any) -> None:
+    client, other = await connect(), await connect()
+    with await other.keep(key(1), {"x": pixels(1)}):
+        slot = await client.slot(SIZE)
+        keeping = client.keep_nowait(key(2), {"x": slot.tensor((SIZE,), torch.uint8)}, slot)
+        with pytest.raises(shmring.WouldBlock, match="no room to keep more"):
+            await keeping.wait()
+        assert isinstance(keeping.error, shmring.WouldBlock)
+        assert "not kept" in repr(keeping)
+        await eventually(lambda: client.statistics().slots_in_use == 0)
+
+
+@pytest.mark.one_loop
+async def test_what_can_not_be_handed_over_stays_with_its_caller(ring: Ring, connect: Any) -> None:
+    client, other = await connect(), await connect()
+    async with client.slot(SIZE) as slot, client.slot(SIZE) as second, other.slot(SIZE) as foreign:
+        view = slot.tensor((SIZE,), torch.uint8).fill_(1)
+        for payload in ({"x": pixels(1)}, {"x": view, "y": pixels(2)}, {"x": second.tensor((10,), torch.uint8)}, {"x": 1}):
+            with pytest.raises(ValueError, match="lies in the slot that is given"):
+                client.keep_nowait(key(1), payload, slot)
+        with pytest.raises(shmring.CapacityError, match="beside tensors"):
+            client.keep_nowait(key(1), {"x": view, "text": "x" * 5000}, slot)
+        with pytest.raises(shmring.ClosedError, match="another client"):
+            client.keep_nowait(key(1), {"x": view}, foreign)
+        with pytest.raises(TypeError, match="a slot of this client"):
+            client.keep_nowait(key(1), {"x": view}, "slot")
+        assert await client.request({"x": view}) == {"x": SIZE}  # it is the caller's
+        await ring.drain(0)
+        with pytest.raises(shmring.WouldBlock, match="about to end"):
+            client.keep_nowait(key(1), {"x": view}, slot)
+        with pytest.raises(shmring.WouldBlock, match="about to end"):
+            await client.keep(key(1), {"x": view})
+        payload.clear()
+        del view
+    with pytest.raises(shmring.ClosedError):
+        client.keep_nowait(key(1), {}, slot)
+
+
+@pytest.mark.client(reconnect=True)
+async def test_a_slot_that_is_handed_over_goes_with_its_engine(ring: Ring, client: Client) -> None:
+    slot = await client.slot(SIZE)
+    hold(session_of(client).link)
+    keeping = client.keep_nowait(key(1), {"x": slot.tensor((SIZE,), torch.uint8)}, slot)
+    await eventually(lambda: ring.statistics().kept == 1)
+    session_of(client).link.abort()
+    with pytest.raises(shmring.EngineDeadError):
+        await keeping.wait()
+    let_die(ring)
+
+
 # -- who wants the memory ----------------------------------------------------------------------------------------------------
 
 
