@@ -5,7 +5,7 @@ none. The names, the arguments and the errors are those of :mod:`shmring`; calls
 ``timeout`` in seconds. ``docs/api.md`` lists what differs.
 """
 
-from shmring.threads.client import Client, EngineConnection, Kept, Slot, Submission
+from shmring.threads.client import Client, EngineConnection, Keeping, Kept, Slot, Submission
 from shmring.threads.connecting import connect
 from shmring.threads.ring import Claim, Ring, serve
 from shmring.threads.worker import Message, Worker, join
@@ -14,6 +14,7 @@ __all__ = [
     "Claim",
     "Client",
     "EngineConnection",
+    "Keeping",
     "Kept",
     "Message",
     "Ring",

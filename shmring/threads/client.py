@@ -27,15 +27,16 @@ import shmring.client.submission as submission_in_loop
 from shmring.client.connecting import Options, open_client
 from shmring.config import ClientConfig
 from shmring.core.compiled import Mark
-from shmring.door import timeout_of
+from shmring.door import shown, timeout_of
 from shmring.errors import ClosedError, WouldBlock
+from shmring.gpu.cuda import Stream
 from shmring.gpu.device_slots import DeviceSlots
 from shmring.request_options import Arguments, SubmitOptions, signed_as
 from shmring.threads.blocking import Blocking, blocking, blocking_stream, done_in_loop, handed_out, like, read_through
 from shmring.threads.loop_calls import LoopRunner, within
 from shmring.threads.loop_thread import LoopThread
 
-__all__ = ["Client", "EngineConnection", "Kept", "Slot", "Submission"]
+__all__ = ["Client", "EngineConnection", "Keeping", "Kept", "Slot", "Submission"]
 
 _Inner = TypeVar("_Inner", slot_in_loop.Slot, kept_in_loop.Kept[Any])
 _Payload = typing_extensions.TypeVar("_Payload", default=Any)
@@ -274,6 +275,48 @@ class Kept(_Held[kept_in_loop.Kept[Any]], Generic[_Payload]):
         return payload
 
 
+class Keeping(Blocking[kept_in_loop.Keeping]):
+    """Content that will be kept, from :meth:`Client.keep_nowait`. Nobody has to wait for it; nothing is pinned for its caller.
+
+    Attributes:
+        key: that it will be found by.
+    """
+
+    __slots__ = ("key",)
+
+    def __init__(self, thread: LoopRunner, keeping: kept_in_loop.Keeping) -> None:
+        self._thread = thread
+        self._in_loop = keeping
+        self.key: bytes = keeping.key
+
+    def __repr__(self) -> str:
+        return repr(self._in_loop)
+
+    __reduce_ex__ = kept_in_loop.Keeping.__reduce_ex__
+    ended = read_through(kept_in_loop.Keeping.ended)
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it is not kept; None: it is, or that is not known yet."""
+        return self._in_loop.error
+
+    def wait(self, *, timeout: float | None = None) -> None:
+        """Waits until it is kept.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: it takes longer; it goes on.
+            WouldBlock, CapacityError, EngineDeadError, ClosedError: it is not, as :meth:`Client.keep` says.
+        """
+        self._thread.call(_until_kept, self._in_loop, timeout_of(timeout))
+
+
+async def _until_kept(keeping: kept_in_loop.Keeping, timeout: float | None) -> None:
+    await within(timeout, lambda: f"content to be kept under the key {keeping.key.hex()[:16]}", keeping.wait())
+
+
 def _slots(thread: LoopRunner, slots: list[slot_in_loop.Slot]) -> list[Slot]:
     return [Slot(thread, slot) for slot in slots]
 
@@ -290,6 +333,15 @@ def _if_found(thread: LoopRunner, kept: kept_in_loop.Kept[_Payload] | None) -> K
 def _leave_if_found(kept: Kept[Any] | None) -> None:
     if kept is not None:
         kept.close()
+
+
+def _those_found(thread: LoopRunner, found: list[kept_in_loop.Kept[Any] | None]) -> list[Kept[Any] | None]:
+    return [_if_found(thread, kept) for kept in found]
+
+
+def _leave_those(found: list[Kept[Any] | None]) -> None:
+    for kept in found:
+        _leave_if_found(kept)
 
 
 class _ClientInLoop(client_in_loop.Client):
@@ -395,6 +447,42 @@ class Client(Blocking[_ClientInLoop]):
     slots = handed_out(client_in_loop.Client.slots, _slots, _leave_all)
     check_capacity = done_in_loop(client_in_loop.Client.check_capacity)
     keep = handed_out(client_in_loop.Client.keep, Kept, Kept.close)
+    find_many = handed_out(client_in_loop.Client.find_many, _those_found, _leave_those)
+    wait_kept = handed_out(client_in_loop.Client.wait_kept, Kept, Kept.close)
+
+    def find_nowait(self, key: bytes, *, payload_type: Any = Any, engine: str | None = None) -> Kept[Any]:
+        """Returns kept content that this client has pinned already. Asks neither the engine nor the loop's thread.
+
+        Args:
+            key, payload_type, engine: as of :meth:`find`.
+
+        Raises:
+            WouldBlock: this client has not pinned it: :meth:`find` asks the engine. Or no engine is attached now.
+            EngineDeadError, ClosedError, TypeError, ValueError: as :meth:`find`.
+        """
+        self._thread.check_open()
+        return Kept(self._thread, self._in_loop.find_nowait(key, payload_type=payload_type, engine=engine))
+
+    def keep_nowait(self, key: bytes, payload: object, slot: Slot, *, stream: Stream | None = None) -> Keeping:
+        """Gives a slot to the engine, to be found under a key as soon as a GPU has written it. Waits for no engine and no GPU.
+
+        The slot is not the caller's any more: leaving its block does nothing. If this process dies before the GPU has done its
+        work, or before the engine has read of it, nothing was published.
+
+        Args:
+            key, payload, slot: as of :meth:`shmring.Client.keep_nowait`.
+            stream: what is queued on it by now writes to the slot: a stream of torch's. None: the slot is written.
+
+        Raises:
+            WouldBlock, CapacityError, TypeError, ValueError, CudaError, ClosedError, EngineDeadError: as
+                :meth:`shmring.Client.keep_nowait`.
+        """
+        if not isinstance(slot, Slot):
+            raise TypeError(f"slot is a slot of this client, not {shown(slot)}")
+        keeping = self._thread.at_once(self._in_loop.keep_nowait, key, payload, slot._unleft(), stream=stream)
+        slot._in_loop = None
+        return Keeping(self._thread, keeping)
+
     choose = done_in_loop(client_in_loop.Client.choose)
     loads = done_in_loop(client_in_loop.Client.loads)
     wait_connected = blocking(client_in_loop.Client.wait_connected)

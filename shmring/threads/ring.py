@@ -1,4 +1,4 @@
-"""The engine's side without an event loop: claims for any thread, in order of arrival or by their numbers.
+"""The engine's side without an event loop: claims for any thread, in order of arrival, by their numbers or by their names.
 
 Theory of operation: the loop claims each request when it arrives, and keeps the claims in order until a thread takes them. So a
 thread that takes an arrived request waits neither for the loop nor for a thread that keeps the interpreter busy. If a thread
@@ -27,7 +27,7 @@ import shmring.ring.claim as in_loop
 import shmring.ring.ring as ring_in_loop
 from shmring.config import RingConfig, RingOptions, busy_poll_of, configured
 from shmring.core.compiled import BaseClaim, ForEngine, Gathering
-from shmring.door import check_callable, check_calls, check_error, check_text, count_of, shown, timeout_of
+from shmring.door import check_callable, check_calls, check_error, check_name, check_text, count_of, shown, timeout_of
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteProtocolError, ShmringError, WouldBlock
 from shmring.ring.frontend import CallHandler
 from shmring.ring.serving import create_shell
@@ -68,6 +68,7 @@ class _Arrivals:
         self._loop = asyncio.get_running_loop()
         self._claimers: dict[LoopCall, None] = {}  # in line
         self._takers: dict[_Key, LoopCall] = {}
+        self._named: dict[str, dict[LoopCall, None]] = {}  # in line for a name
         self._last_ids: dict[int, int] = {}  # the highest number that has arrived, by client
         self._ended: OrderedDict[_Key, ShmringError | TimeoutError] = OrderedDict()
         if untaken_s is not None:
@@ -94,7 +95,7 @@ class _Arrivals:
 
     def _hand_out(self, key: _Key, claim: Claim) -> None:
         """Gives a claim to a thread that waits for it, or keeps it."""
-        call = self._takers.get(key) or next(iter(self._claimers), None)
+        call = self._takers.get(key) or next(iter(self._named.get(claim.name, self._claimers)), None)
         if call is not None:
             call.answer(claim)
         else:
@@ -125,6 +126,15 @@ class _Arrivals:
             raise _aborted(key)
         return claim
 
+    def pop_named(self, name: str) -> Claim | None:
+        """Takes the first claim of a name that is not aborted; None: it is not here. It looks through all that have arrived."""
+        for key, claim in tuple(self.claims.items()):
+            if claim.name == name and self.claims.pop(key, None) is not None:  # else another thread was faster
+                if not claim.aborted:
+                    return claim
+                claim.release()
+        return None
+
     # -- whoever waits -------------------------------------------------------------------------------------------------
 
     def next(self, call: LoopCall) -> None:
@@ -134,6 +144,19 @@ class _Arrivals:
         else:
             self._claimers[call] = None
             call.on_end.append(functools.partial(self._claimers.pop, call))
+
+    def take_named(self, call: LoopCall, name: str) -> None:
+        """A thread wants the next claim of a name."""
+        if (claim := self.pop_named(name)) is not None:
+            call.answer(claim)
+        else:
+            self._named.setdefault(name, {})[call] = None
+            call.on_end.append(functools.partial(self._leave_name, name, call))
+
+    def _leave_name(self, name: str, call: LoopCall) -> None:
+        del self._named[name][call]
+        if not self._named[name]:
+            del self._named[name]
 
     def take(self, call: LoopCall, key: _Key) -> None:
         """A thread wants one certain claim."""
@@ -537,6 +560,35 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
         if claim is None:
             what = f"request {request_id} of client {client_id} to come"
             claim = self._thread.ask(timeout, what, self._arrivals.take, key, undo=self._arrivals.put_back)
+        return claim
+
+    def take_named(self, name: str, timeout: float | None = None) -> Claim[_Payload]:
+        """Claims the first request of a name, whether it arrived already or not. One that has arrived is there at once.
+
+        Its caller has named it: ``request_id=`` of the submission. Several may have the same name; each is taken once, in order of
+        arrival. A thread that waits here for a name gets its request, even if others wait in :meth:`claim`. If you take requests
+        by their names, do not call :meth:`claim`, which would take them first. Nobody says that a name will not come, as its
+        frontend is not known: use a timeout.
+
+        Args:
+            name: of the request; not empty.
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: it did not come.
+            TypeError, ValueError: no request has such a name.
+            LocalProtocolError: this is the loop's own thread.
+            ClosedError: the ring is closed.
+        """
+        check_name(name, "name")
+        if not name:
+            raise ValueError("name is the text that a caller has named its request with, and not empty")
+        timeout = timeout_of(timeout)
+        self._thread.check_open()
+        claim = self._arrivals.pop_named(name)
+        if claim is None:
+            what = f"a request {name!r} to come"
+            claim = self._thread.ask(timeout, what, self._arrivals.take_named, name, undo=self._arrivals.put_back)
         return claim
 
     def __iter__(self) -> Self:
