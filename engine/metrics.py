@@ -10,7 +10,7 @@ from shmring.service.distributions import Distribution
 from shmring.service.logs import dropped_lines
 from shmring.service.numbers import Count, Number
 
-__all__ = ["EngineMetrics", "EngineTimes"]
+__all__ = ["EngineMetrics", "EngineTimes", "ring_numbers"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,9 +53,13 @@ class EngineMetrics:
         The epoch is an identity, not a number, and is left out.
         """
         self.log_lines_dropped = dropped_lines()
-        numbers = {f"ring_{name}": value for name, value in ring.as_dict().items() if name != "epoch"}
-        numbers["ring_workers"] = sum(worker.is_member for worker in ring.workers)
-        return {**dataclasses.asdict(self), **numbers}
+        return {**dataclasses.asdict(self), **ring_numbers(ring)}
+
+
+def ring_numbers(ring: shmring.RingStatistics) -> dict[str, float]:
+    """Returns a ring's numbers by name, as :class:`~shmring.engine.counted.EngineNumbers` has them."""
+    numbers = {f"ring_{name}": value for name, value in ring.as_dict().items() if name != "epoch"}
+    return numbers | {"ring_workers": sum(worker.is_member for worker in ring.workers)}
 
 
 @dataclasses.dataclass(slots=True)

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from shmring.client.connecting import connect
     from shmring.client.connection import EngineConnection
     from shmring.client.inspecting import inspect
-    from shmring.client.kept import Kept
+    from shmring.client.kept import Keeping, Kept
     from shmring.client.routing import EngineLoad
     from shmring.client.slot import Slot
+    from shmring.client.starting import start_store
     from shmring.client.submission import Submission
     from shmring.config import ClientConfig, RingConfig, WorkerConfig
     from shmring.errors import (
@@ -56,10 +57,12 @@ __all__ = [
     "connect",
     "join",
     "inspect",
+    "start_store",
     "Ring",
     "Client",
     "EngineConnection",
     "Claim",
+    "Keeping",
     "Kept",
     "Slot",
     "Submission",
@@ -100,6 +103,7 @@ _MODULES = {
     "Claim": "shmring.ring.claim",
     "ClientConfig": "shmring.config",
     "ClientStatistics": "shmring.statistics",
+    "Keeping": "shmring.client.kept",
     "Kept": "shmring.client.kept",
     "Ring": "shmring.ring.ring",
     "EngineConnection": "shmring.client.connection",
@@ -119,6 +123,7 @@ _MODULES = {
     "join": "shmring.worker.worker",
     "nbytes_for": "shmring.memory.tensors",
     "serve": "shmring.ring.serving",
+    "start_store": "shmring.client.starting",
     **dict.fromkeys(_ERRORS, "shmring.errors"),
 }
 

@@ -170,8 +170,8 @@ class RingConfig:
     def __post_init__(self) -> None:
         _normalise(
             self, "slab_nbytes", "reply_nbytes", "max_lease_nbytes", "client_quota_nbytes", "kept_nbytes",
-            "client_pinned_nbytes", "message_ring_nbytes", "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes", "inline_nbytes",
-            "broadcast_nbytes",
+            "client_pinned_nbytes", "message_ring_nbytes", "max_payload_nbytes", "staging_nbytes", "device_slab_nbytes",
+            "inline_nbytes", "broadcast_nbytes",
         )  # fmt: skip
         _require(self.backing in BACKINGS, f"backing must be 'auto', '/dev/shm' or 'memfd', not {shown(self.backing)}")
         _require(self.pin in ("auto", "on", "off"), f"pin must be 'auto', 'on' or 'off', not {shown(self.pin)}")

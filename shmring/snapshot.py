@@ -13,11 +13,14 @@ import msgspec
 __all__ = [
     "MAX_CLIENTS",
     "MAX_ERRORS",
+    "MAX_KEPT_SHOWN",
     "MAX_REQUESTS",
     "MAX_RUNS",
     "MAX_SNAPSHOT_NBYTES",
     "ClientSnapshot",
+    "DroppedSnapshot",
     "ErrorSnapshot",
+    "KeptSnapshot",
     "RequestSnapshot",
     "RingSnapshot",
     "Run",
@@ -29,6 +32,7 @@ MAX_RUNS = 4096  # a page or a terminal shows no more
 MAX_CLIENTS = 256
 MAX_REQUESTS = 64
 MAX_ERRORS = 16
+MAX_KEPT_SHOWN = 64  # contents that are kept, and contents that have gone
 MAX_SNAPSHOT_NBYTES = 4 << 20  # as JSON: ten times what the limits allow together
 
 #: What a run of blocks is: lent and in no slot; a slot in one of its states; lent to a frontend whose connection has ended;
@@ -127,6 +131,39 @@ class WorkerSnapshot(msgspec.Struct, frozen=True):
     unacknowledged_nbytes: int
 
 
+class KeptSnapshot(msgspec.Struct, frozen=True):
+    """Content that is kept.
+
+    Attributes:
+        key: in hexadecimal digits.
+        nbytes: of it.
+        pins: clients and requests that use it; 0: its memory is as good as free.
+        hits: how often it was found.
+    """
+
+    key: str
+    nbytes: int
+    pins: int
+    hits: int
+
+
+class DroppedSnapshot(msgspec.Struct, frozen=True):
+    """Content that has gone, since its memory was wanted.
+
+    Attributes:
+        key, nbytes, hits: as of :class:`KeptSnapshot`.
+        why: ``content``: other content has taken its place, as so much or so many are kept as may be; ``lease``: a client has
+            asked for memory.
+        ago_s: how long ago; that may be a second too little, and ten after a pause of the ring.
+    """
+
+    key: str
+    nbytes: int
+    hits: int
+    why: Literal["content", "lease"]
+    ago_s: float
+
+
 class ErrorSnapshot(msgspec.Struct, frozen=True):
     """Something that went wrong, and how long ago."""
 
@@ -147,6 +184,8 @@ class RingSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         requests, request_count: the oldest requests first.
         draining, draining_count: slots that drain, the oldest first.
         errors: the last ones, the last one first.
+        kept, kept_count: contents, the largest first.
+        dropped: contents that have gone, the last one first.
         statistics: numbers of :class:`shmring.RingStatistics`, without its workers.
         program: what the engine's program says of itself. The server's: ``executor``, ``model``, ``paused`` (by an operator),
             ``running``, ``paused_requests`` and ``waiting`` (how many requests are in the step, have begun while others have
@@ -159,7 +198,8 @@ class RingSnapshot(msgspec.Struct, frozen=True, kw_only=True):
             ``state`` (``running``, ``paused`` or ``waiting``), its ``place`` in line, ``why`` it waits, ``age_s``,
             ``prompt_tokens``, ``tokens`` so far, and ``seconds`` that it took of steps. ``ended``, some of each caller's that
             have ended lately: ``ago_s``, its ``name`` and ``owner``, how it came to its ``end``, and the same numbers.
-            ``loop_lag_s``: how late its loop was at most lately.
+            ``loop_lag_s``: how late its loop was at most lately. That of a store: ``store``, with its ``name`` and
+            ``pid``.
     """
 
     name: str
@@ -180,4 +220,7 @@ class RingSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     draining_count: int
     errors: list[ErrorSnapshot]
     statistics: dict[str, int | float]
+    kept: list[KeptSnapshot] = []
+    kept_count: int = 0
+    dropped: list[DroppedSnapshot] = []
     program: dict[str, Any] = {}

@@ -39,7 +39,7 @@ class _CannotError(Exception):
 
 
 class _Server(msgspec.Struct, frozen=True):
-    """What an engine says of its server (:class:`shmring.engine.core.ServerFacts`)."""
+    """What an engine says of its server (:class:`shmring.engine.core.ServerFacts`), and a store of itself."""
 
     name: str
     engines: int
@@ -117,7 +117,7 @@ class _Watch:
         else:
             raise _CannotError(f"no engine of a server {name!r} answers at {socket_path(name, socket_dir).parent}")
         try:
-            server = msgspec.convert(snapshot.program.get("server"), _Server)
+            server = msgspec.convert(snapshot.program.get("server") or snapshot.program.get("store"), _Server)
         except msgspec.ValidationError:
             raise _CannotError(f"no `shmring serve` runs {name!r}; end process {snapshot.pid} with SIGTERM") from None
         if server.name != name:
@@ -149,7 +149,7 @@ class _Watch:
         """Ends the server."""
         await self._check_engines_running()
         snapshot, _ = await self._other(but=None)
-        await self._end("the server", self.server.pid, snapshot, None)
+        await self._end("the store" if "store" in snapshot.program else "the server", self.server.pid, snapshot, None)
 
     async def replace_engine(self, index: int) -> None:
         """Ends an engine; returns when the next one serves all frontends that another engine serves."""

@@ -349,6 +349,8 @@ def _tables(snapshot: RingSnapshot) -> list[_Table]:
     """Returns the tables of what there is, the most important first."""
     if _is_server(snapshot.program):
         return [_requests_of_server(snapshot), _callers(snapshot), _spending(snapshot), *_tables_of_ring(snapshot)]
+    if "store" in snapshot.program:
+        return [*_contents(snapshot), *_tables_of_ring(snapshot)]
     return [_requests_of_ring(snapshot), *_tables_of_ring(snapshot)]
 
 
@@ -418,6 +420,22 @@ def _spending(snapshot: RingSnapshot) -> _Table:
     shares = [*spending["parts"], {"what": "no step ran", "share": 1 - spending["steps"]}]
     rows = [[f"{part['share']:.0%}", part["what"]] for part in shares]
     return _Table(["share", f"of the last {spending['over_s']:.0f} s"], rows, [False] * len(rows), long=1)
+
+
+def _contents(snapshot: RingSnapshot) -> list[_Table]:
+    """What a store keeps, and what has gone."""
+    rows = [[_mib(each.nbytes), f"{each.pins}", f"{each.hits}", each.key] for each in snapshot.kept]
+    kept = _Table(
+        ["memory", "in use by", "found", f"content ({snapshot.kept_count})"],
+        rows,
+        [False] * len(rows),
+        long=3,
+        count=snapshot.kept_count,
+    )
+    why = {"content": "other content", "lease": "what is written"}
+    rows = [[_seconds(each.ago_s), _mib(each.nbytes), f"{each.hits}", why[each.why], each.key] for each in snapshot.dropped]
+    dropped = _Table(["ago", "memory", "found", "made room for", "content that has gone"], rows, [False] * len(rows), long=4)
+    return [kept, *([dropped] if rows else [])]
 
 
 def _tables_of_ring(snapshot: RingSnapshot) -> list[_Table]:

@@ -14,20 +14,18 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import itertools
 import operator
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
 
 import shmring
 from shmring.engine.counted import OF_ENGINES, EngineNumbers
+from shmring.engine.exposition import EngineCollector, labels_of
 from shmring.frontend.callers.key_usage import KeyStatistics
 from shmring.frontend.intake import IntakeStatistics
 from shmring.frontend.operator.number_files import DIRECTORY_VARIABLE
@@ -36,8 +34,6 @@ from shmring.service.logs import dropped_lines
 from shmring.service.numbers import Count, Counted, CountsByLabel, Number, numbers_of
 
 __all__ = ["COUNTED", "AnswerStatistics", "EngineNumbers", "FrontendMetrics", "HttpStatistics", "ProcessStatistics"]
-
-_BOUNDS = (*map(str, TIMES_S), "+Inf")
 
 
 @dataclasses.dataclass(slots=True)
@@ -142,39 +138,6 @@ COUNTED = (
 )
 
 
-class _EngineCollector(Collector):
-    """The engines' numbers."""
-
-    def __init__(self, numbers: Mapping[str, EngineNumbers | None], keys: Collection[str]) -> None:
-        self._numbers = numbers
-        self._keys = keys
-
-    def collect(self) -> Iterator[Any]:
-        names = _labels(self._numbers)
-        families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-        for counted in OF_ENGINES:
-            family: Any = families[counted.kind](counted.name, counted.help, labels=[*names, *counted.labels])
-            for engine, numbers in self._numbers.items():
-                labels = [engine] if names else []
-                value = numbers.of(counted) if numbers is not None else None if counted.source else 0.0
-                if isinstance(value, Distribution):
-                    counts = itertools.accumulate(value.counts)
-                    family.add_metric(labels, list(zip(_BOUNDS, counts, strict=True)), value.total)
-                elif isinstance(value, dict):
-                    for label, each in value.items():
-                        if counted.labels != ("key",) or label in self._keys:  # others are addresses: any number of them
-                            family.add_metric([*labels, label], each)
-                elif value is not None:
-                    family.add_metric(labels, value)
-            if family.samples:
-                yield family
-
-
-def _labels(engines: Collection[str]) -> list[str]:
-    """The label that tells engines apart, where there are several."""
-    return ["engine"] if len(engines) > 1 else []
-
-
 class _AddedHistogram(Histogram):
     """A histogram that is given counts, not values."""
 
@@ -206,7 +169,7 @@ class FrontendMetrics:
         self.answers = AnswerStatistics()
         self.keys = KeyStatistics()
         self.process = ProcessStatistics()
-        self._labels = _labels(engines)
+        self._labels = labels_of(engines)
         self._seen: dict[tuple[str, ...], Any] = {}
         self.registry = CollectorRegistry()
         self._metrics = {counted.name: self._made(counted) for counted in COUNTED if counted not in OF_ENGINES}
@@ -274,5 +237,5 @@ class FrontendMetrics:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # it ships no annotation for this
         engine = CollectorRegistry()
-        engine.register(_EngineCollector(engine_numbers, self._keys))
+        engine.register(EngineCollector(engine_numbers, self._keys))
         return prometheus_client.generate_latest(registry) + prometheus_client.generate_latest(engine)

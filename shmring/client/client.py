@@ -495,8 +495,7 @@ class Client(ClientCalls):
         """Gives a slot to the engine, to be found under a key as soon as a GPU has written it. Waits for nothing.
 
         The slot is not the caller's any more: leaving its block does nothing. If this process dies before the GPU has done its
-        work, or before the engine has read of it, nothing was published. If there is content under this key already, that stays,
-        and the slot is free again.
+        work, nothing was published. If there is content under this key already, that stays, and the slot is free again.
 
         Args:
             key: as of :meth:`keep`.

@@ -701,6 +701,7 @@ class KeptContents:
             questions.clear()
         for handed in self._handed.values():
             handed.keeping._end(self.life.fresh_error())
+            self.end.held.leave(self.end.content_address(handed.slot._record))  # which has the last tensor that was made there
         self._behind.close(list(self._handed.values()))
         self._handed.clear()
         return waiting

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 from shmring.core.compiled import Regions
@@ -68,8 +67,7 @@ class Behind:
 
 
 def _see_out(watchers: list[Watcher], held: list[Any]) -> None:
-    close: Callable[[Watcher], bool] = lambda watcher: watcher.close(_CLOSE_TIMEOUT_S)
-    if not all([close(watcher) for watcher in watchers]):
+    if sum(not watcher.close(_CLOSE_TIMEOUT_S) for watcher in watchers):
         _NEVER_RELEASED.append(held)
 
 

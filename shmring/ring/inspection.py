@@ -12,7 +12,7 @@ import asyncio
 import heapq
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,10 +26,13 @@ from shmring.ring.injecting import Injector
 from shmring.ring.life import RingLife
 from shmring.snapshot import (
     MAX_CLIENTS,
+    MAX_KEPT_SHOWN,
     MAX_REQUESTS,
     MAX_RUNS,
     ClientSnapshot,
+    DroppedSnapshot,
     ErrorSnapshot,
+    KeptSnapshot,
     RequestSnapshot,
     RingSnapshot,
     Run,
@@ -87,6 +90,8 @@ class Inspection:
         self._slots: dict[int, tuple[float, str]] = {}  # a slot, by generation; with the name of its request
         self._waits: dict[int, float] = {}  # that a client waits for a lease
         self._recalls: dict[int, float] = {}  # that a lease is recalled, while somebody waits
+        self._evictions = 0  # of the book, those that are known
+        self._dropped: deque[tuple[float, tuple[bytes, int, int, bool]]] = deque(maxlen=MAX_KEPT_SHOWN)  # and when
         self._warned_at = -_FULL_AGAIN_S
         self._pause_s = _LOOK_S
         self._timer: asyncio.TimerHandle | None = life.loop.call_later(_LOOK_S, self._look_again)
@@ -131,6 +136,9 @@ class Inspection:
         self._waits = {client_id: self._waits.get(client_id, now) for client_id in wants}
         recalled = [lease.lease_id for lease in self._leases() if lease.recalled] if wants else []
         self._recalls = {lease_id: self._recalls.get(lease_id, now) for lease_id in recalled}
+        if dropped := self._book.kept.evictions - self._evictions:
+            self._evictions += dropped
+            self._dropped += ((now, each) for each in self._book.kept.dropped[-dropped:])
 
     def _leases(self) -> Iterator[LeaseRecord]:
         for client in self._book.clients.values():
@@ -184,6 +192,12 @@ class Inspection:
             draining=heapq.nlargest(MAX_REQUESTS, draining, key=lambda slot: slot.age_s),
             draining_count=len(draining),
             errors=[ErrorSnapshot(now - at, text) for at, text in reversed(self._life.errors)],
+            kept=list(self._kept()),
+            kept_count=len(self._book.kept),
+            dropped=[
+                DroppedSnapshot(key.hex(), nbytes, hits, "content" if for_content else "lease", now - at)
+                for at, (key, nbytes, hits, for_content) in reversed(self._dropped)
+            ],
             statistics={
                 name: value
                 for name, value in statistics.as_dict().items()
@@ -227,6 +241,11 @@ class Inspection:
                 wants.get(client_id, 0),
                 now - self._waits.get(client_id, now),
             )
+
+    def _kept(self) -> Iterator[KeptSnapshot]:
+        largest = heapq.nlargest(MAX_KEPT_SHOWN, self._book.kept.by_generation.values(), key=lambda kept: kept.nbytes)
+        for kept in largest:
+            yield KeptSnapshot(kept.key.hex(), kept.nbytes, kept.pins, kept.hits)
 
     def _oldest_requests(self, now: float) -> list[RequestSnapshot]:
         waiting = self._end.waiting

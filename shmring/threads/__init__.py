@@ -5,6 +5,7 @@ none. The names, the arguments and the errors are those of :mod:`shmring`; calls
 ``timeout`` in seconds. ``docs/api.md`` lists what differs.
 """
 
+from shmring.client.starting import start_store_blocking as start_store
 from shmring.threads.client import Client, EngineConnection, Keeping, Kept, Slot, Submission
 from shmring.threads.connecting import connect
 from shmring.threads.ring import Claim, Ring, serve
@@ -24,4 +25,5 @@ __all__ = [
     "connect",
     "join",
     "serve",
+    "start_store",
 ]

@@ -467,7 +467,7 @@ class Client(Blocking[_ClientInLoop]):
         """Gives a slot to the engine, to be found under a key as soon as a GPU has written it. Waits for no engine and no GPU.
 
         The slot is not the caller's any more: leaving its block does nothing. If this process dies before the GPU has done its
-        work, or before the engine has read of it, nothing was published.
+        work, nothing was published.
 
         Args:
             key, payload, slot: as of :meth:`shmring.Client.keep_nowait`.

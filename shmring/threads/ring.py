@@ -565,10 +565,10 @@ class Ring(Blocking[ring_in_loop.Ring], Generic[_Payload]):
     def take_named(self, name: str, timeout: float | None = None) -> Claim[_Payload]:
         """Claims the first request of a name, whether it arrived already or not. One that has arrived is there at once.
 
-        Its caller has named it: ``request_id=`` of the submission. Several may have the same name; each is taken once, in order of
-        arrival. A thread that waits here for a name gets its request, even if others wait in :meth:`claim`. If you take requests
-        by their names, do not call :meth:`claim`, which would take them first. Nobody says that a name will not come, as its
-        frontend is not known: use a timeout.
+        Its caller has named it: ``request_id=`` of the submission. Several may have the same name; each is taken once, in order
+        of arrival. A thread that waits here for a name gets its request, even if others wait in :meth:`claim`. If you take
+        requests by their names, do not call :meth:`claim`, which would take them first. Nobody can say that a name will not
+        come, since its frontend is not known: use a timeout.
 
         Args:
             name: of the request; not empty.

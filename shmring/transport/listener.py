@@ -34,7 +34,16 @@ from shmring.door import directory_of, shown, validate_name
 from shmring.errors import LocalProtocolError
 from shmring.transport.peers import peer_credentials
 
-__all__ = ["Listener", "Missing", "check_directory", "make_directory", "socket_path", "sweep_names"]
+__all__ = [
+    "Listener",
+    "Missing",
+    "check_directory",
+    "hold_start",
+    "listens",
+    "make_directory",
+    "socket_path",
+    "sweep_names",
+]
 
 logger = logger_of("shmring.transport")
 
@@ -285,6 +294,39 @@ def _bind(path: Path, others_may_connect: bool) -> tuple[socket.socket, os.stat_
         raise
 
 
+def hold_start(path: Path) -> socket.socket | None:
+    """Returns what says, until it is closed, that this process starts an engine at a path; None: another process of this user
+    does. The kernel closes it with this process, and there is no file.
+
+    If another user has taken the address, several processes may start one at a time: an engine's name is its own anyway.
+    """
+    try:
+        return _hold(path, f"{_kernel_name(path)}-start")
+    except LocalProtocolError:
+        return None
+
+
+def listens(path: Path) -> bool:
+    """Whether an engine of this user has the name of a path, or listens there.
+
+    The engine does not hear of it, unless it runs where files are seen otherwise (in another container).
+    """
+    return _is_ours(_kernel_name(path)) or _is_ours(os.fspath(path))
+
+
+def _is_ours(address: str) -> bool:
+    """Whether a process of this user listens at an address."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(address)
+        except BlockingIOError:  # as many wait for it as may
+            return True
+        except OSError:
+            return False
+        return peer_credentials(probe)[1] == os.getuid()
+
+
 def _hold_name(path: Path) -> socket.socket:
     """Returns a socket that holds a name in the kernel; see the head of this file.
 
@@ -293,7 +335,10 @@ def _hold_name(path: Path) -> socket.socket:
     Raises:
         LocalProtocolError: a living engine of this user has it.
     """
-    address = _kernel_name(path)
+    return _hold(path, _kernel_name(path))
+
+
+def _hold(path: Path, address: str) -> socket.socket:
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         holder.setblocking(False)

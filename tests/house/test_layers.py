@@ -55,7 +55,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.transport": (*CORE, "shmring.snapshot"),
     "shmring.gpu": (*CORE, *WAITING, "shmring.memory"),
     "shmring.ring": ENDS_STAND_ON,
-    "shmring.client": ENDS_STAND_ON,
+    "shmring.client": (*ENDS_STAND_ON, "shmring.processes"),  # a store is started by its clients
     "shmring.worker": ENDS_STAND_ON,
     "shmring.threads": (*ENDS_STAND_ON, "shmring.ring", "shmring.client", "shmring.worker"),
     "shmring.integrations": (
@@ -75,7 +75,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 ALLOWED["shmring.service"] = ("shmring.errors", "shmring.door", "shmring.core.loggers", "shmring.core.printable")
 PARTS = ("shmring", *ALLOWED)
 OF_THE_ENGINE = tuple(
-    f"shmring.engine.{name}" for name in ("client", "counted", "inputs", "options", "picture_processor", "protocol", "settings")
+    f"shmring.engine.{name}"
+    for name in ("client", "counted", "exposition", "inputs", "options", "picture_processor", "protocol", "settings")
 )
 ALLOWED |= {
     "shmring": PARTS,

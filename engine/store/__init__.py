@@ -1,0 +1,1 @@
+"""A store: an engine process that keeps content for others, and answers no requests."""
