@@ -23,6 +23,7 @@ from shmring.engine.__main__ import main as engine_command
 from shmring.engine.executors.synthetic import SyntheticOptions
 from shmring.engine.executors.transformers import TransformersOptions
 from shmring.engine.metrics import EngineMetrics
+from shmring.engine.store.__main__ import main as store_command
 from shmring.frontend.__main__ import main as frontend_command
 from shmring.frontend.commands.ray_options import DeploymentSettings
 from shmring.frontend.commands.serve import serve as serve_command
@@ -61,7 +62,7 @@ SECTIONS = (
         "ring",
         shmring.Ring,
         shmring.threads.Ring,
-        "claim claim_nowait claim_many run run_batches injector drain take untaken wait_workers ranks broadcast "
+        "claim claim_nowait claim_many run run_batches injector drain take take_named untaken wait_workers ranks broadcast "
         "broadcast_nowait gather drop_worker statistics inspect add_to_snapshots close name config epoch",
     ),
     Section(
@@ -77,7 +78,8 @@ SECTIONS = (
         "client",
         shmring.Client,
         shmring.threads.Client,
-        "request stream submit submit_nowait abort slot slot_nowait slots find keep call check_capacity choose loads "
+        "request stream submit submit_nowait abort slot slot_nowait slots find find_many find_nowait wait_kept keep "
+        "keep_nowait call check_capacity choose loads "
         "wait_connected wait_prefaulted statistics close engines client_id connected closed lost_error epoch kept_nbytes "
         "resent names config",
     ),
@@ -110,6 +112,13 @@ SECTIONS = (
         "tensor array close nbytes engine",
     ),
     Section("`Kept`: kept content", "kept", shmring.Kept, shmring.threads.Kept, "payload key nbytes close"),
+    Section(
+        "`Keeping`: content that will be kept",
+        "keeping",
+        shmring.Keeping,
+        shmring.threads.Keeping,
+        "key ended error wait",
+    ),
     Section(
         "`Worker`: what `join` returns",
         "worker",
@@ -164,7 +173,7 @@ def make_page() -> str:
 
 def tables() -> dict[str, Iterable[Row]]:
     """Returns the rows of each table, by the heading of its section."""
-    opening = ("serve", "connect", "join", "inspect", "nbytes_for")
+    opening = ("serve", "connect", "join", "inspect", "start_store", "nbytes_for")
     codes = sorted(ErrorCode, key=lambda code: code.status)
     return {
         "Opening an end": [
@@ -176,6 +185,7 @@ def tables() -> dict[str, Iterable[Row]]:
         "`shmring serve`": _options(serve_command),
         "`shmring engine`": _options(engine_command, beside=serve_command),
         "`shmring frontend`": _options(frontend_command, beside=serve_command),
+        "`shmring store`": _options(store_command, beside=serve_command),
         "`shmring.frontend.ray:app`, on Ray Serve": _fields(DeploymentSettings),
         "`RingConfig`": _fields(shmring.RingConfig),
         "`ClientConfig`": _fields(shmring.ClientConfig),

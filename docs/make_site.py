@@ -33,7 +33,7 @@ PLACES = {
 REFERENCE = {
     "opening": ("Opening an end", "shmring", "serve connect join inspect nbytes_for"),
     "engine": ("The engine's side", "shmring", "Ring Claim"),
-    "frontend": ("The frontend's side", "shmring", "Client EngineConnection EngineLoad Submission Slot Kept"),
+    "frontend": ("The frontend's side", "shmring", "Client EngineConnection EngineLoad Submission Slot Kept Keeping"),
     "worker": ("The worker's side", "shmring", "Worker Message"),
     "options": ("Options", "shmring", "RingConfig ClientConfig WorkerConfig"),
     "numbers": ("Numbers and snapshots", "shmring", "RingStatistics ClientStatistics WorkerStatistics RingSnapshot"),

@@ -24,12 +24,13 @@ _MAX_LENGTH = 64  # of a name in a line
 def known_variables() -> dict[str, str]:
     """Returns the variables of all commands: by the name of the option, without dashes before it."""
     from shmring.engine.options import ENGINE_OPTIONS
+    from shmring.engine.store.__main__ import main as store
     from shmring.frontend.__main__ import main as frontend
     from shmring.frontend.callers.keys import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE
     from shmring.frontend.commands.ray_options import DEPLOYMENT_OPTIONS
     from shmring.frontend.commands.serve import serve
 
-    parameters = (*serve.params, *ENGINE_OPTIONS, *frontend.params, *DEPLOYMENT_OPTIONS)
+    parameters = (*serve.params, *ENGINE_OPTIONS, *frontend.params, *store.params, *DEPLOYMENT_OPTIONS)
     options = (each for each in parameters if isinstance(each, Option))
     variables = {option.opts[0][2:]: option.envvar for option in options if isinstance(option.envvar, str)}
     return variables | {"api-key": KEYS_VARIABLE, "admin-key": ADMIN_KEYS_VARIABLE}

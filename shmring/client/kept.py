@@ -97,12 +97,13 @@ class Keeping:
         error: why it is not kept; None: it is, or that is not known yet.
     """
 
-    __slots__ = ("_over", "error", "key")
+    __slots__ = ("_life", "_over", "error", "key")
 
-    def __init__(self, key: bytes, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, key: bytes, life: SessionLife) -> None:
         self.key = key
         self.error: Exception | None = None
-        self._over: asyncio.Future[None] = loop.create_future()
+        self._life = life
+        self._over: asyncio.Future[None] = life.loop.create_future()
 
     def __repr__(self) -> str:
         state = "under way" if not self.ended else "kept" if self.error is None else f"not kept: {self.error}"
@@ -121,6 +122,7 @@ class Keeping:
         Raises:
             WouldBlock, CapacityError, EngineDeadError, ClosedError: it is not, as :meth:`Client.keep` says.
         """
+        self._life.home.check_loop()
         await asyncio.shield(self._over)
         if self.error is not None:
             raise fresh(self.error) if isinstance(self.error, ShmringError) else self.error
@@ -396,7 +398,7 @@ class KeptContents:
             raise ValueError("what is kept without waiting lies in the slot that is given, with all its tensors")
         self._check_payload(packed.payload)
         self._check_keeping()
-        handed = _Handed(Keeping(key, self.life.loop), slot._hand_on(), payload)
+        handed = _Handed(Keeping(key, self.life), slot._hand_on(), payload)
         if stream is not None:
             number = next(self._tokens)
             self._handed[number] = handed  # first: if CUDA can't say when it has done its work, the slot is kept for good

@@ -92,8 +92,7 @@ def start_store_blocking(
     socket_dir: str | None = None,
     timeout: float | None = 60.0,
 ) -> str:
-    """Starts a store if there is none of this name, and waits for it; safe if several processes do so at a time. Connect to it as
-    to any engine.
+    """Starts a store if there is none of this name, and waits for it. Safe if several processes do so at a time.
 
     It needs the extra ``serve``. Its log, of warnings and errors, is ``NAME.log`` in the directory of its socket. What is held
     meanwhile: the start of this one store, unless another process has it.

@@ -18,6 +18,7 @@ from shmring.core.states import Lease
 from shmring.errors import CapacityError, RemoteProtocolError
 from tests.core.stories import EngineTeller, tell
 from tests.model.state import plain
+from tests.records import keep_of
 from tests.simulation.books import COMPILED, MODELS, Books
 from tests.tables import for_each
 
@@ -477,6 +478,26 @@ STORIES = {
 @for_each("story", STORIES.values(), ids=STORIES)
 def test_stories(story: str) -> None:
     tell(story, EngineTeller)
+
+
+def test_the_last_contents_that_have_gone_are_known_and_no_more() -> None:
+    """Each makes room for the next one, and the last of them for a lease."""
+    teller = EngineTeller("leasable=3 kept=1")
+    teller.say("1 is bare")
+    book, kept = teller.book, teller.book.kept
+    for number in range(1, 71):
+        [granted] = book.request_lease(1, LeaseRequest(number, BLOCK_NBYTES))
+        lease_id, generation = granted.grant.lease_id, 1 << GENERATION_BITS | number
+        slot = SlotRef(lease_id, granted.grant.offset, ONE_SLOT, generation)
+        book.keep(1, keep_of(number, bytes([number]) * 32, slot))
+        book.find(1, 1000 + number, bytes([number]) * 32)
+        book.unpin(1, [generation] * 2)
+        book.return_leases(1, [lease_id])
+    assert (kept.evictions, kept.evictions_for_content) == (69, 69)
+    book.request_lease(1, LeaseRequest(71, 3 * BLOCK_NBYTES))
+    assert (kept.evictions, kept.evictions_for_content, kept.evicted_nbytes) == (70, 69, 70 * ONE_SLOT)
+    assert [key[0] for key, _, _, _ in kept.dropped] == [*range(7, 71)]
+    assert kept.dropped[-2:] == [(bytes([69]) * 32, ONE_SLOT, 1, True), (bytes([70]) * 32, ONE_SLOT, 1, False)]
 
 
 def refuses(error: type[Exception], match: str, book: EngineBook, event: Callable[[], object]) -> None:

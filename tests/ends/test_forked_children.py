@@ -40,6 +40,7 @@ from tests.tables import for_each
 pytestmark = pytest.mark.timeout(600)  # some 100 forks, in the first test that needs what came of them
 
 _KEY = b"k" * 32
+_held_slots: list[Any] = []  # the last one is of the client that is asked
 _PATIENCE_S = 120  # after which a child that waits is ended; none takes a tenth of a second
 
 Call = Callable[[Any], object]
@@ -57,7 +58,12 @@ _REQUESTS: dict[str, Call] = {
     "slots": lambda client: client.slots([1, 2]),
     "find": lambda client: client.find(_KEY),
     "find (unknown)": lambda client: client.find(b"u" * 32),
+    "find_many": lambda client: client.find_many([_KEY, b"u" * 32]),
+    "find_nowait": lambda client: client.find_nowait(_KEY),
+    "wait_kept": lambda client: client.wait_kept(_KEY, engine=client.names[0]),
+    "wait_kept (unknown)": lambda client: client.wait_kept(b"u" * 32, engine=client.names[0]),
     "keep": lambda client: client.keep(b"n" * 32, torch.ones(1000)),
+    "keep_nowait": lambda client: client.keep_nowait(b"n" * 32, torch.ones(1000), _held_slots[-1]),
     "check_capacity": lambda client: client.check_capacity(1),
     "wait_connected": lambda client: client.wait_connected(),
     "wait_prefaulted": lambda client: client.wait_prefaulted(),
@@ -126,10 +132,12 @@ REFUSED: dict[type, dict[str, Call]] = {
     shmring.Submission: _REPLIES,
     shmring.Slot: _TENSORS,
     shmring.Kept: {"payload": lambda kept: kept.payload},
+    shmring.Keeping: {"wait": lambda keeping: keeping.wait()},
     threads.Ring: {
         **_FAN_OUT,
         "broadcast_nowait": lambda ring: ring.broadcast_nowait(1),
         "take": lambda ring: ring.take(1, 1),
+        "take_named": lambda ring: ring.take_named("name"),
         "__next__": lambda ring: next(ring),
     },
     threads.Claim: {
@@ -151,6 +159,7 @@ REFUSED: dict[type, dict[str, Call]] = {
     threads.Submission: _REPLIES,
     threads.Slot: _TENSORS,
     threads.Kept: {"payload": lambda kept: kept.payload},
+    threads.Keeping: {"wait": lambda keeping: keeping.wait()},
 }
 
 
@@ -184,6 +193,7 @@ HARMLESS: dict[type, dict[str, Call]] = {
     shmring.Submission: {"abort": lambda submission: submission.abort()},
     shmring.Slot: {**_CLOSED, "__exit__": _left, "__aexit__": _left_in_loop},
     shmring.Kept: {**_CLOSED, "__exit__": _left},
+    shmring.Keeping: {},
     threads.Ring: {**_CLOSED, "__exit__": _left},
     threads.Claim: {**_ENDS, "use_on_gpu": lambda claim: claim.use_on_gpu()},
     threads.Worker: {**_CLOSED, "__exit__": _left},
@@ -193,6 +203,7 @@ HARMLESS: dict[type, dict[str, Call]] = {
     threads.Submission: {"abort": lambda submission: submission.abort()},
     threads.Slot: {**_CLOSED, "__exit__": _left},
     threads.Kept: {**_CLOSED, "__exit__": _left},
+    threads.Keeping: {},
 }
 
 PROPERTIES = "its properties, read one after the other"
@@ -321,14 +332,17 @@ async def with_loops(options: dict[str, Any]) -> dict[tuple[type, str], str]:
             await asyncio.sleep(0)
         unanswered = await client.submit("waits for a claim")
         slot = await client.slot(5000)
+        _held_slots.append(slot)
         kept = await client.keep(_KEY, torch.ones(5000))
+        given = await client.slot(5000)
+        keeping = client.keep_nowait(b"g" * 32, given.tensor((5000,), torch.uint8), given)
         assert kept.payload.sum() == 5000
         await ring.broadcast(torch.ones(5000))
         gathering = asyncio.ensure_future(ring.gather("reply"))
         held = await worker.receive()
         message = await worker.receive()
         await ring.broadcast("not received")
-        outcomes = outcomes_of(ring, claim, worker, message, client, client.engines["forking"], submission, slot, kept)
+        outcomes = outcomes_of(ring, claim, worker, message, client, client.engines["forking"], submission, slot, kept, keeping)
         outcomes |= outcomes_of_several(routing)
         waits = REFUSED[shmring.Submission] | {"abort": HARMLESS[shmring.Submission]["abort"]}
         for name in ("next", "result", "wait", "abort"):
@@ -356,6 +370,7 @@ async def with_loops(options: dict[str, Any]) -> dict[tuple[type, str], str]:
         slot.tensor((5000,), torch.uint8)
         slot.close()
         kept.close()
+        await keeping.wait()
         return outcomes
 
 
@@ -373,7 +388,10 @@ def with_threads(options: dict[str, Any], served_by: Any = "thread") -> dict[tup
         claim.reply(torch.ones(5000))
         unanswered = client.submit("waits for a claim")
         slot = client.slot(5000)
+        _held_slots.append(slot)
         kept = client.keep(_KEY, torch.ones(5000))
+        given = client.slot(5000)
+        keeping = client.keep_nowait(b"g" * 32, given.tensor((5000,), torch.uint8), given)
         ring.broadcast(torch.ones(5000))
         replies: list[Any] = []
         gathering = threading.Thread(target=lambda: replies.extend(ring.gather("reply", timeout=60)))
@@ -381,7 +399,7 @@ def with_threads(options: dict[str, Any], served_by: Any = "thread") -> dict[tup
         held = worker.receive(30)
         message = worker.receive(30)
         ring.broadcast("not received")
-        outcomes = outcomes_of(ring, claim, worker, message, client, client.engines["forking"], submission, slot, kept)
+        outcomes = outcomes_of(ring, claim, worker, message, client, client.engines["forking"], submission, slot, kept, keeping)
         outcomes |= outcomes_of_several(routing)
 
         assert ring.statistics().clients == 2
@@ -404,6 +422,7 @@ def with_threads(options: dict[str, Any], served_by: Any = "thread") -> dict[tup
         slot.tensor((5000,), torch.uint8)
         slot.close()
         kept.close()
+        keeping.wait(timeout=60)
         return outcomes
 
 

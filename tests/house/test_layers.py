@@ -76,7 +76,17 @@ ALLOWED["shmring.service"] = ("shmring.errors", "shmring.door", "shmring.core.lo
 PARTS = ("shmring", *ALLOWED)
 OF_THE_ENGINE = tuple(
     f"shmring.engine.{name}"
-    for name in ("client", "counted", "exposition", "inputs", "options", "picture_processor", "protocol", "settings")
+    for name in (
+        "client",
+        "counted",
+        "exposition",
+        "store.__main__",
+        "inputs",
+        "options",
+        "picture_processor",
+        "protocol",
+        "settings",
+    )
 )
 ALLOWED |= {
     "shmring": PARTS,

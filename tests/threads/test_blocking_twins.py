@@ -19,12 +19,14 @@ TWINS = {
     shmring.Submission: shmring.threads.Submission,
     shmring.Slot: shmring.threads.Slot,
     shmring.Kept: shmring.threads.Kept,
+    shmring.Keeping: shmring.threads.Keeping,
 }
 
 #: What an asyncio program bounds with ``asyncio.timeout``.
 WITH_A_TIMEOUT = {
     shmring.Client: {"submit"},
     shmring.Submission: {"next", "result", "wait"},
+    shmring.Keeping: {"wait"},
 }
 
 
