@@ -225,7 +225,7 @@ class KeptContents:
         host_slots: of the session.
         sending: of the session.
         slab: that content lies in; it lets go of its mapping when the session ends.
-        load: of the engine.
+        load: of the engine; None: it is unknown.
         behind: says when a GPU has done what is queued.
         key_of_regions: the first number of the keys of their regions.
     """
@@ -238,7 +238,7 @@ class KeptContents:
         host_slots: HostSlots,
         sending: Sending,
         slab: Slab,
-        load: LoadPage,
+        load: LoadPage | None,
         behind: Behind,
         key_of_regions: int,
     ) -> None:
@@ -322,7 +322,7 @@ class KeptContents:
     async def wait(self, key: bytes, payload_type: Any) -> Kept[Any]:
         """See :meth:`Client.wait_kept`."""
         self.life.home.check_loop()
-        while True:
+        while True:  # who comes just when the last one leaves hears that there is nothing, and waits anew
             self.life.check_alive()
             pin = self.end.use_pinned(key)
             if pin is None:
@@ -341,23 +341,18 @@ class KeptContents:
         if wait is None:
             if len(self._waits) >= MAX_WAITS:
                 raise WouldBlock(f"callers of this client wait for {len(self._waits)} keys, and the engine takes no more")
-            wait = _Wait(key, 0)
-            self._ask_for(wait)
+            wait = self._waits[key] = _Wait(key, next(self._tokens))
+            self._waited[wait.token] = wait
+            try:
+                self._link.send(Find(wait.token, key, waits=True))
+            except BaseException:  # it was not sent
+                del self._waits[key], self._waited[wait.token]
+                raise
         place = wait.line.enter()
         try:
             return await wait.line.stay(place, self._unused, lambda _: self._left(wait))
         finally:
             del place
-
-    def _ask_for(self, wait: _Wait) -> None:
-        """Asks the engine to answer when there is content."""
-        wait.token, wait.is_ending = next(self._tokens), False
-        self._waits[wait.key] = self._waited[wait.token] = wait
-        try:
-            self._link.send(Find(wait.token, wait.key, waits=True))
-        except BaseException:  # it was not sent
-            del self._waits[wait.key], self._waited[wait.token]
-            raise
 
     def _left(self, wait: _Wait) -> None:
         """A caller waits no more. With the last one, the engine is told; it answers, too."""
@@ -378,11 +373,7 @@ class KeptContents:
         else:
             raise RemoteProtocolError(f"who waits for content is answered with {answer.reason!r}")
         del self._waits[wait.key], self._waited[wait.token]
-        places = [place for place, _ in wait.line.waiting()]
-        if isinstance(result, NotKept) and result.reason == "absent" and places:  # who has come since wants it still
-            self._ask_for(wait)
-            return
-        for place in places:
+        for place in [place for place, _ in wait.line.waiting()]:
             if isinstance(result, Pin):
                 result.enter()
             place.set_result(result)
@@ -434,7 +425,7 @@ class KeptContents:
             handed.keeping._end(error)
 
     def _check_keeping(self) -> None:
-        if self._load.draining:
+        if self._load is not None and self._load.draining:
             raise WouldBlock("the engine is about to end, and keeps nothing more")
 
     async def keep(self, key: bytes, payload: object) -> Kept[Any]:

@@ -379,7 +379,8 @@ class _Encoding:
         contents = [
             [names[kept.generation], kept.key, kept.start, kept.blocks, kept.pins] for kept in book.kept.by_generation.values()
         ]
-        return [contents, [names[generation] for generation in book.kept.unpinned]]
+        waits = [[key, [self._clients[client_id] for client_id in tokens]] for key, tokens in book.kept.waits.items()]
+        return [contents, [names[generation] for generation in book.kept.unpinned], waits]
 
     def _client(self, client: ClientRecord, window: Window | None) -> list[Any]:
         return [

@@ -241,8 +241,11 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
             "clients", "lendings", "_replies", "_reply_wants", "_may_overtake", "_next_reply_generation", "_lent_replies",
             "late_aborts", "stale_releases", "kept", "_next_use",
         },
-        "KeptBook": {"by_key", "by_generation", "unpinned", "hits", "misses", "evictions"},
-        "KeptRecord": {"generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins"},
+        "KeptBook": {
+            "by_key", "by_generation", "unpinned", "waits", "dropped", "hits", "misses", "refusals",
+            "evictions", "evictions_for_content", "evicted_nbytes",
+        },
+        "KeptRecord": {"generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins", "hits"},
         "Lending": {"_free", "_wants", "_window", "_next_lease_id"},
         "LeaseRecord": {
             "lease_id", "client_id", "memory", "start", "blocks", "state", "live", "recalled", "given_up", "kept_blocks",
@@ -255,7 +258,7 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
         "Window": {"client_id", "start", "blocks", "next_lease_id", "vain_moments"},
         "ClientRecord": {
             "client_id", "last_generation", "last_request_id", "connected", "dead", "leases", "slots", "requests", "replies",
-            "unsent_replies", "pins",
+            "unsent_replies", "pins", "waits",
         },
         "ClientBook": {
             "leases", "_waiters", "_submitted", "_others", "_token", "_requested_nbytes", "_request_waits",
