@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
@@ -375,35 +375,19 @@ class Client(ClientCalls):
             TypeError, ValueError: this is no key, or there is no such engine.
         """
         check_key(key)
-        found: list[Kept[Any]] = []
-
-        async def look(session: Session) -> None:
-            kept = await session.kept.find(key, payload_type)
-            if kept is not None:
-                found.append(kept)
-
         with self._deadlines.within(timeout, lambda: self._engines.why_no_answer(engine)):
-            await self._search(engine, look, lambda: bool(found))
-        return found.pop() if found else None
-
-    async def _search(
-        self, engine: str | None, look: Callable[[Session], Awaitable[None]], is_over: Callable[[], bool]
-    ) -> None:
-        """Looks at one engine after the other, until nothing more is to be found."""
-        searched = self._engines.searched(engine)
-        if not searched:
-            await self._engines.some_engine()
-            searched = self._engines.searched(engine)
-        for attachment in searched:
-            try:
-                session = attachment.session or await self._engines.session_with(attachment, engine)
-                await self._engines.while_it_responds(session, look(session), is_given=engine is not None)
-            except EngineDeadError:
-                if self._engines.leaves_no_other(engine):
-                    raise
-            else:
-                if is_over():
-                    return
+            for attachment in self._engines.searched(engine) or await self._engines.searched_soon(engine):
+                try:
+                    session = attachment.session or await self._engines.session_with(attachment, engine)
+                    finding = session.kept.find(key, payload_type)
+                    kept = await self._engines.while_it_responds(session, finding, is_given=engine is not None)
+                except EngineDeadError:
+                    if self._engines.leaves_no_other(engine):
+                        raise
+                else:
+                    if kept is not None:
+                        return kept
+        return None
 
     async def find_many(
         self,
@@ -428,13 +412,19 @@ class Client(ClientCalls):
         """
         wanted = keys_of(keys)
         found: dict[bytes, Kept[Any]] = {}
-
-        async def look(session: Session) -> None:
-            found.update(await session.kept.find_many([key for key in wanted if key not in found], payload_type))
-
         try:
             with self._deadlines.within(timeout, lambda: self._engines.why_no_answer(engine)):
-                await self._search(engine, look, lambda: len(found) == len(set(wanted)))
+                for attachment in self._engines.searched(engine) or await self._engines.searched_soon(engine):
+                    missing = [key for key in wanted if key not in found]
+                    if not missing:
+                        break
+                    try:
+                        session = attachment.session or await self._engines.session_with(attachment, engine)
+                        finding = session.kept.find_many(missing, payload_type)
+                        found |= await self._engines.while_it_responds(session, finding, is_given=engine is not None)
+                    except EngineDeadError:
+                        if self._engines.leaves_no_other(engine):
+                            raise
             first = {key: place for place, key in reversed(list(enumerate(wanted)))}
             return [  # what is named twice is left twice
                 kept if kept is None or first[key] == place else kept._contents.find_nowait(key, payload_type)

@@ -402,6 +402,11 @@ class Engines:
         names = sorted(loads, key=lambda name: (not loads[name].responds, loads[name].in_flight))
         return [self.attachments[name] for name in names]
 
+    async def searched_soon(self, engine: str | None) -> list[Attachment]:
+        """Returns these when one of several engines is attached, as soon as one is."""
+        await self.some_engine()
+        return self.searched(engine)
+
     def leaves_no_other(self, engine: str | None) -> bool:
         """Whether no other engine would do, when an engine has died: it was named, or is the only one."""
         return engine is not None or self.only is not None

@@ -65,6 +65,7 @@ _Payload = TypeVar("_Payload", default=Any)
 _KEEP_NBYTES = 256  # at most, of the message that gives a slot, around its payload
 _NOT_FOUND = ("absent", "pins")  # the reasons that can answer a search
 _NOT_KEPT = ("full", "large", "pins")  # and those that can answer a slot that is handed over
+_ENDS = "the engine is about to end, and keeps nothing more"
 _WHY_NOT = {
     "full": "the engine has no room to keep more: what it keeps is in use, or somebody waits for this memory; send it without "
     "keeping it",
@@ -271,7 +272,11 @@ class KeptContents:
         self.life.check_alive()
         pin = self.end.use_pinned(key)
         if pin is None:
-            pin = self._taken(await self._ask(key, None))
+            place = await self._send(key, None)
+            try:
+                pin = self._taken(await self._line.stay(place, self._unused))
+            finally:
+                del place
         return None if pin is None else self._handed_out(pin, payload_type)
 
     def find_nowait(self, key: bytes, payload_type: Any) -> Kept[Any] | None:
@@ -388,7 +393,8 @@ class KeptContents:
         if not self._can_keep(packed) or packed.slots[0] is not slot._record:
             raise ValueError("what is kept without waiting lies in the slot that is given, with all its tensors")
         self._check_payload(packed.payload)
-        self._check_keeping()
+        if self._load is not None and self._load.draining:
+            raise WouldBlock(_ENDS)
         handed = _Handed(Keeping(key, self.life), slot._hand_on(), payload)
         if stream is not None:
             number = next(self._tokens)
@@ -424,14 +430,11 @@ class KeptContents:
             handed.slot.close()
             handed.keeping._end(error)
 
-    def _check_keeping(self) -> None:
-        if self._load is not None and self._load.draining:
-            raise WouldBlock("the engine is about to end, and keeps nothing more")
-
     async def keep(self, key: bytes, payload: object) -> Kept[Any]:
         """See :meth:`Client.keep`."""
         self.life.check_alive()
-        self._check_keeping()
+        if self._load is not None and self._load.draining:
+            raise WouldBlock(_ENDS)
         copied: ClientSlotRecord | None = None
         packed = self.end.pack(payload)
         if not self._can_keep(packed):
@@ -444,7 +447,11 @@ class KeptContents:
         try:
             if copied is not None:
                 await self._sending.copy(packed, copied)
-            answer = await self._ask(key, (packed.payload, payload, copied))
+            place = await self._send(key, (packed.payload, payload, copied))
+            try:
+                answer = await self._line.stay(place, self._unused)
+            finally:
+                del place
         except BaseException:
             if copied is not None and copied.state is ClientSlot.WRITING:
                 self._host_slots.give_up(copied)
@@ -480,21 +487,16 @@ class KeptContents:
                 capacity=capacity,
             )
 
-    async def _ask(self, key: bytes, given: tuple[bytes, object, ClientSlotRecord | None] | None) -> Pin | NotKept:
-        """Looks for content, or hands some over, and waits for the answer. Found content has one more user.
+    async def _send(self, key: bytes, given: tuple[bytes, object, ClientSlotRecord | None] | None) -> Place[Pin | NotKept]:
+        """Looks for content, or hands some over, when that may be. Found content has one more user then.
 
         Args:
             key: of the content.
             given: its payload as msgpack, the packed payload, and the slot; None: this is a search.
-        """
-        place = await self._send(key, given)
-        try:
-            return await self._line.stay(place, self._unused)
-        finally:
-            del place
 
-    async def _send(self, key: bytes, given: tuple[bytes, object, ClientSlotRecord | None] | None) -> Place[Pin | NotKept]:
-        """Sends such a question, when that may be; returns the place of its answer. Arguments as of :meth:`_ask`."""
+        Returns:
+            The place of the answer, in line.
+        """
         self.life.check_alive()
         self.life.home.check_loop()
         await self._asking.acquire()  # until the engine has answered, even if the caller no longer waits
