@@ -31,7 +31,7 @@ PLACES = {
 
 #: The pages of the reference: what is at their head, and whose docstrings they show, in which module.
 REFERENCE = {
-    "opening": ("Opening an end", "shmring", "serve connect join inspect nbytes_for"),
+    "opening": ("Opening an end", "shmring", "serve connect join inspect start_store nbytes_for"),
     "engine": ("The engine's side", "shmring", "Ring Claim"),
     "frontend": ("The frontend's side", "shmring", "Client EngineConnection EngineLoad Submission Slot Kept Keeping"),
     "worker": ("The worker's side", "shmring", "Worker Message"),
