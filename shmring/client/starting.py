@@ -10,6 +10,7 @@ The store is a process of its own session. It outlives who has started it, and e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ __all__ = ["start_store", "start_store_blocking", "store_name"]
 
 _LOOK_S = 0.02  # between two looks, while another process starts one: that takes seconds
 _LONGEST_START_S = 300.0  # a slab of many GiB is filled, and the machine may be busy
+_END_S = 10.0  # from the end of a process's pipe to its own; on an idle machine that is less than a millisecond
 _LOG_NBYTES = 4096  # the last of the log of a store that did not start
 _PATH, _OPTIONS = "PYTHONPATH", "SHMRING_"
 
@@ -151,10 +153,14 @@ def _start(name: str, path: Path, options: list[str], limit_s: float) -> None:
         )
     finally:
         os.close(fd)
+    end_s = time.monotonic() + limit_s
     _started.append(process)  # Python warns of a child that is forgotten while it lives
     try:
         process.wait_until_ready(_Ready, max(0.0, limit_s))
     except ProcessError as error:
+        if (left_s := end_s - time.monotonic()) > 0:  # it has closed its pipe: it is about to end
+            with contextlib.suppress(TimeoutError):
+                process.wait(min(left_s, _END_S))
         if process.lives:
             raise TimeoutError(f"the store {name!r} {error}; it may come later, {log} says more") from None
         process.wait()
