@@ -44,6 +44,7 @@ cdef enum:
     _TURN_RECORDS = 64    # of a link: as many small requests take about a millisecond
     _VAIN_VIGILS = 4      # in a row, after which a link sleeps at once
     _VIGIL_RETRY = 32     # so many times, before it looks again
+    _VIGIL_TURNS = 256    # that others have anyway: to look in so many takes a link about as long as being woken
     _LOST_RECORDS = 1024  # see below
     _SHORT_RECORDS = 8    # that are delivered in C between two looks at the clock
     # A longer record has a long payload, since tensors in a record are short: checking 60,000 values takes 0.2 ms.
@@ -75,22 +76,33 @@ cdef class Poller
 
 @cython.final
 cdef class Vigil:
-    """How long one link looks for its next record before it sleeps; see the head of this file."""
+    """How long one link looks for its next record before it sleeps; see the head of this file.
 
-    cdef double _until
+    Attributes:
+        until: when it ends, if no other link has the loop look meanwhile.
+    """
+
+    cdef readonly double until
     cdef uint32_t _vain
+    cdef uint32_t _turns_left  # in which it looks beside others
+    cdef bint _is_over
 
     cpdef void begin(self, double now) noexcept:  # type: (float) -> None
         """A record came."""
-        if now < self._until:
+        if not self._is_over:
             self._vain = 0
+        self._is_over, self._turns_left = False, 0
         if self._vain < _VAIN_VIGILS or not self._vain % _VIGIL_RETRY:
-            self._until = now + _VIGIL_S
+            self.until, self._turns_left = now + _VIGIL_S, _VIGIL_TURNS
 
-    cpdef bint is_over(self, double now) noexcept:  # type: (float) -> bool
-        """Whether to sleep now."""
-        if now < self._until:
+    cpdef bint is_over(self, double now, bint others_look) noexcept:  # type: (float, bool) -> bool
+        """Whether to sleep now. ``others_look``: the loop has turns anyway, for links that were begun later."""
+        if now < self.until:
             return False
+        if others_look and self._turns_left:
+            self._turns_left -= 1
+            return False
+        self._is_over = True
         self._vain += 1
         return True
 
@@ -207,16 +219,17 @@ cdef class LinkReader(RecordReader):
             self._came(now)
         return heard
 
-    cdef bint falls_asleep(self, double now, bint at_once) except -1:
+    cdef bint falls_asleep(self, double now, bint at_once, bint others_look) except -1:
         """Nothing came in this turn: returns whether it sleeps now, and needs no further turn.
 
         Args:
             at_once: whether looking any longer is of no use.
+            others_look: as of :meth:`Vigil.is_over`.
         """
         if not self.stopped and self._forks == forks():
             if self._is_ending:
                 self._link.ended()
-            elif not (at_once or self._vigil.is_over(now)) or not self.fall_asleep():
+            elif not (at_once or self._vigil.is_over(now, others_look)) or not self.fall_asleep():
                 return False
         self.awake = False
         return True
@@ -224,6 +237,7 @@ cdef class LinkReader(RecordReader):
     cdef int _came(self, double now) except -1:
         """A record came: the next one may be about to."""
         self._vigil.begin(now)
+        self._poller.looks_until = max(self._poller.looks_until, self._vigil.until)
         self._poller.records += self._unnoted
         self._unnoted = 0
         self._poller.extend(self._busy_poll_s)
@@ -367,6 +381,7 @@ cdef class Poller:
     cdef object _loop
     cdef object _clock
     cdef object _give_way
+    cdef double looks_until    # the end of the last vigil that a link has begun
     cdef double _busy_until
     cdef double _crowded_until
     cdef double _lost_s
@@ -459,7 +474,9 @@ cdef class Poller:
                 if link.take_turn(now):
                     had_records = True
                 else:
-                    is_awake = (now < self._busy_until and not is_crowded) or not link.falls_asleep(now, is_crowded)
+                    is_awake = (now < self._busy_until and not is_crowded) or not link.falls_asleep(
+                        now, is_crowded, now < self.looks_until
+                    )
             finally:
                 if is_awake:
                     self.append(link)

@@ -292,7 +292,7 @@ cdef class LinkInPython(LinkReader):
     cdef bint take_turn(self, double now) except -1:
         return self.has_turn(now)
 
-    cdef bint falls_asleep(self, double now, bint at_once) except -1:
+    cdef bint falls_asleep(self, double now, bint at_once, bint others_look) except -1:
         self.awake = not self.may_sleep(now, at_once)
         return not self.awake
 

@@ -382,11 +382,11 @@ def vigils(vigil: Vigil, starts: int, *, found: bool, now_s: float = 0.0) -> int
     for _ in range(starts):
         now_s += 1.0
         vigil.begin(now_s)
-        kept += not vigil.is_over(now_s + VIGIL_S / 2)
+        kept += not vigil.is_over(now_s + VIGIL_S / 2, False)
         if found:
             vigil.begin(now_s + VIGIL_S / 2)
             continue
-        assert vigil.is_over(now_s + 2 * VIGIL_S)
+        assert vigil.is_over(now_s + 2 * VIGIL_S, False)
     return kept
 
 
@@ -413,7 +413,7 @@ def test_two_ends_that_both_sleep_find_out_that_they_need_not() -> None:
     for number in range(4 * VIGIL_RETRY):  # records that the two send each other in turn
         ends[number % 2].begin(now_s)
         now_s += answering_s
-        looked.append(not ends[1 - number % 2].is_over(now_s))
+        looked.append(not ends[1 - number % 2].is_over(now_s, False))
         now_s += 0.0 if looked[-1] else waking_s
     assert not looked[0]
     assert all(looked[-VIGIL_RETRY:])
