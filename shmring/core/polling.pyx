@@ -12,6 +12,9 @@ which may be about to answer, and looks once more: what came meanwhile need not 
 wanted the core the last time, only a second such turn in a row does so. A link that has looked in vain several times in a row
 sleeps at once, since its peer takes longer, and tries again now and then.
 
+While the loop looks for some links, looking for another one costs it next to nothing. So a link that waits among many stays
+awake for a number of such turns: the turns of a busy client come late to each of its links, but they come.
+
 Two ends that both sleep answer each other slowly *because* they sleep. Each of them would find out if it looked for longer than
 its peer takes to be woken and to answer; if it looked for less, it would look in vain for ever, and both would stay in that
 state. So the time to look is that of a peer that has to be woken, with room for its answer.
@@ -70,6 +73,7 @@ TURN_S: float = _TURN_S
 VIGIL_S: float = _VIGIL_S
 VAIN_VIGILS: int = _VAIN_VIGILS
 VIGIL_RETRY: int = _VIGIL_RETRY
+VIGIL_TURNS: int = _VIGIL_TURNS
 
 cdef class Poller
 

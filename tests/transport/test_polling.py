@@ -13,7 +13,7 @@ import torch
 
 import shmring
 from shmring import Client, Ring
-from shmring.core.compiled import LINK_S, TURN_S, VAIN_VIGILS, VIGIL_RETRY, VIGIL_S, Poller, RecordWriter, Vigil, ring_nbytes
+from shmring.core.compiled import LINK_S, TURN_S, VAIN_VIGILS, VIGIL_RETRY, VIGIL_S, VIGIL_TURNS, Poller, RecordWriter, Vigil, ring_nbytes
 from shmring.core.messages import Refused
 from shmring.transport import loops
 from tests.model.inside import LinkInPython
@@ -397,10 +397,19 @@ def test_a_link_looks_on_for_a_moment_after_a_record_came() -> None:
 def test_a_link_that_looks_in_vain_sleeps_at_once_and_tries_again_now_and_then() -> None:
     vigil = Vigil()
     assert vigils(vigil, VAIN_VIGILS, found=False) == VAIN_VIGILS
-    assert 0 < vigils(vigil, 10 * VIGIL_RETRY, found=False) <= 11
+    assert 0 < vigils(vigil, 10 * VIGIL_RETRY, found=False, now_s=1000.0) <= 11
     vigil = Vigil()
     vigils(vigil, VIGIL_RETRY, found=False)
-    assert vigils(vigil, 2, found=True) == 2, "one that helped is believed"
+    assert vigils(vigil, 2, found=True, now_s=1000.0) == 2, "one that helped is believed"
+
+
+def test_a_link_looks_on_while_the_loop_looks_for_others_for_so_many_turns_of_theirs() -> None:
+    vigil, now_s = Vigil(), 1.0
+    vigil.begin(now_s)
+    now_s += 2 * VIGIL_S
+    assert [vigil.is_over(now_s, others_look=True) for _ in range(VIGIL_TURNS + 1)] == [False] * VIGIL_TURNS + [True]
+    vigil.begin(now_s)
+    assert vigil.is_over(now_s + 2 * VIGIL_S, others_look=False), "nobody else would have it look"
 
 
 def test_two_ends_that_both_sleep_find_out_that_they_need_not() -> None:
