@@ -33,7 +33,7 @@ _PROGRESS_STATES = 5000
 _NEVER = frozenset(
     {
         Kind.FORGE, Kind.ENGINE_DIES, Kind.CONNECT, Kind.CONNECT_FAILS, Kind.ACQUIRE, Kind.TRY, Kind.TICK, Kind.FAIL,
-        Kind.TIME_OUT, Kind.REQUEST_NOW, Kind.FORGET,
+        Kind.TIME_OUT, Kind.REQUEST_NOW, Kind.FORGET, Kind.WAIT_KEPT,
     }
 )  # fmt: skip
 
@@ -167,6 +167,18 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         max_asks=3,
         max_queue=2,
         without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.SEND_KEPT}) - {Kind.ACQUIRE, Kind.CANCEL},
+    ),
+    # Content for which callers of two frontends wait, who give up, or whose connection ends, while it is kept.
+    "waited for": msgspec.structs.replace(
+        _SMALLER,
+        kept_blocks=1,
+        keys=1,
+        max_asking=1,
+        max_held=1,
+        max_asks=2,
+        max_queue=1,
+        without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.SEND_KEPT, Kind.FIND, Kind.LEAVE})
+        - {Kind.ACQUIRE, Kind.WAIT_KEPT, Kind.CANCEL, Kind.ENGINE_HANGS_UP},
     ),
     # One content, which one frontend keeps and both find and send, until one of them dies, or its connection ends.
     "kept by two": msgspec.structs.replace(

@@ -89,6 +89,7 @@ class Wants(enum.Enum):
     REQUEST = 1
     FIND = 2
     KEEP = 3
+    WAIT_KEPT = 4
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -498,6 +499,11 @@ class Session:
         self.asks += 1
         self._begin(Wants.FIND, key, self.real.kept.find(key_of(key), Any), number=key)
 
+    def wait_kept(self, key: int) -> None:
+        """A caller waits for content."""
+        self.asks += 1
+        self._begin(Wants.WAIT_KEPT, key, self.real.kept.wait(key_of(key), Any), number=key)
+
     def keep(self, index: int, key: int) -> None:
         """A caller gives a slot to the engine to keep."""
         self.asks += 1
@@ -797,6 +803,10 @@ class Session:
         scenario = self.scenario
         if not scenario.kept_blocks or (scenario.max_asks is not None and self.asks >= scenario.max_asks):
             return
+        waiting = sum(caller.wants is Wants.WAIT_KEPT for caller in self.callers)
+        if waiting < scenario.max_asking and len(self.contents) < scenario.max_held:
+            for key in range(scenario.keys):
+                yield Action(Kind.WAIT_KEPT, pid, key)
         asking = sum(caller.wants in (Wants.FIND, Wants.KEEP) for caller in self.callers)
         if asking < scenario.max_asking and len(self.contents) < scenario.max_held:
             for key in range(scenario.keys):
@@ -844,6 +854,7 @@ class Session:
 #: What those who wait may get though nothing is wrong.
 _MAY_BE_REFUSED: dict[Wants, tuple[type[Exception], ...]] = {
     Wants.FIND: (WouldBlock,),
+    Wants.WAIT_KEPT: (WouldBlock,),
     Wants.KEEP: (WouldBlock, CapacityError),
 }
 _USED = (ClientSlot.WRITING, ClientSlot.SUBMITTED, ClientSlot.CACHED, ClientSlot.DRAINING)

@@ -50,6 +50,7 @@ class Kind(enum.StrEnum):
     VIEW_DIES = "view dies"  # [process, slot]
     KEEP = "keep"  # [process, slot, key] gives a held slot to the engine to keep
     FIND = "find"  # [process, key] looks for what is kept
+    WAIT_KEPT = "wait for content"  # [process, key] until it is kept
     UNPIN = "unpin"  # [process, content, is viewed] leaves what it has found, or kept
     KEPT_VIEW_DIES = "kept view dies"  # [process, view]
     SEND_KEPT = "send kept"  # [process, content, held slot + 1; 0: none] a request shows content, from where it lies

@@ -19,7 +19,7 @@ from shmring.core.states import ClientSlot
 from tests.simulation import books, crash
 from tests.simulation.engine import Engine
 from tests.simulation.fan_out import FanOut
-from tests.simulation.frontend import IDLE_TICKS, Pace, Process, Session
+from tests.simulation.frontend import IDLE_TICKS, Pace, Process, Session, Wants, key_of
 from tests.simulation.injecting import Injecting
 from tests.simulation.invariants import check_books, check_end, check_memory, check_nobody_is_held_up, check_workers
 from tests.simulation.midst import Midst
@@ -446,13 +446,23 @@ class Simulation:
         return [action for action in enabled if action.kind in kinds]
 
     def _in_vain(self, enabled: list[Action]) -> list[Action]:
-        """Callers whose code has left a slot that they send, and who may wait for the memory that they keep: they give up."""
-        return [
+        """Callers whose code has left a slot that they send, and who may wait for the memory that they keep, and callers that
+        wait for content which nobody keeps: they give up."""
+        sending = [
             action
             for action in enabled
             if action.kind is Kind.CANCEL
             and any(slot.state is ClientSlot.DRAINING for slot in self._session(action.at).callers[action.item].slots)
         ]
+        return sending + [
+            Action(Kind.CANCEL, pid, index)
+            for pid, process in self.processes.items()
+            for index, caller in enumerate([] if process.session is None else process.session.callers)
+            if caller.wants is Wants.WAIT_KEPT and not caller.task.cancelling() and not self._is_kept(caller.detail)
+        ]
+
+    def _is_kept(self, key: int) -> bool:
+        return self.engine is not None and key_of(key) in self.engine.book.kept.by_key
 
     def _check_calls(self) -> None:
         fan_out = self.engine.fan_out if self.engine is not None else None
@@ -466,6 +476,7 @@ class Simulation:
         require(not any(session.reach) and not session.used, "a slot never came back")
         require(not session.contents, "content is held by nobody")
         require(not len(session.real.kept), "content is pinned that nobody uses")
+        require(not session.real.kept._waits, "a key is waited for by nobody")
         client = self.engine.book.clients.get(session.client_id) if self.engine is not None else None
         require(client is None or not client.replies, "a reply is kept by nobody")
 
@@ -546,6 +557,7 @@ _HAPPENINGS: Mapping[Kind, _Happening] = {
     Kind.VIEW_DIES: _session(lambda session, action: session.view_dies(action.item)),
     Kind.KEEP: _session(lambda session, action: session.keep(action.item, action.detail)),
     Kind.FIND: _session(lambda session, action: session.find(action.item)),
+    Kind.WAIT_KEPT: _session(lambda session, action: session.wait_kept(action.item)),
     Kind.UNPIN: _session(lambda session, action: session.unpin(action.item, action.detail)),
     Kind.KEPT_VIEW_DIES: _session(lambda session, action: session.kept_view_dies(action.item)),
     Kind.SEND_KEPT: _session(lambda session, action: session.send_kept(action.item, action.detail - 1)),

@@ -33,6 +33,7 @@ from shmring.core.messages import (
     Release,
     ReplyRead,
     ReplyRelease,
+    StopWaiting,
     Unpin,
     decode_engine_message,
     decode_frontend_message,
@@ -156,6 +157,7 @@ class _Encoding:
             *session.real.sending._again,
             *session.real.sending._turns,
             *(answer for answer, _, _ in session.real.kept._answers.values()),
+            *(place for wait in session.real.kept._waits.values() for place in wait.line),
             *cast(Any, session.link.writable)._waiters,
         ]
         granted = session.granted(caller)
@@ -196,9 +198,14 @@ class _Encoding:
             [self._generations[generation], pin.count, pin.users, pin.views, pin.is_slots]
             for generation, pin in kept._pins.items()
         ]
+        waits = [
+            [self._asked[session.client_id, wait.token], key, wait.is_ending, [place.done() for place in wait.line]]
+            for key, wait in kept._waits.items()
+        ]
         return [
             0 if session.scenario.max_asks is None else session.asks,
             answers,
+            waits,
             pins,
             [self._generations[content.view.generation] for content in session.contents],
         ]
@@ -268,6 +275,8 @@ class _Encoding:
             case Keep(asked, key, lease_id, offset, nbytes, generation):
                 slot = [self._leases[lease_id], offset, nbytes, self._generations[generation]]
                 return [7, self._asked[client_id, asked], key, slot]
+            case StopWaiting(tokens):
+                return [10, *(self._asked[client_id, asked] for asked in tokens)]
             case Unpin(generations):
                 return [8, *map(self._generations.__getitem__, generations)]
         raise TypeError(f"no frontend of a simulation sends a {type(message).__name__}")

@@ -9,8 +9,8 @@ import pytest
 
 from shmring.client.kept import KeptContents
 from shmring.core.compiled import ClientSlotRecord, EngineBook
-from shmring.core.effects import EngineEffect
-from shmring.core.messages import Found, NotKept
+from shmring.core.effects import Answered, EngineEffect
+from shmring.core.messages import Found, Keep, NotKept
 from tests.simulation.exploration import explore
 from tests.simulation.failure import replay
 from tests.simulation.test_simulation import mutate
@@ -62,6 +62,27 @@ def a_cancelled_lookup_keeps_its_pin(patch: Patch) -> None:
     patch.setattr(KeptContents, "answered", mutated)
 
 
+def who_waits_is_answered_only_in_the_keepers_process(patch: Patch) -> None:
+    def keep(book: EngineBook, client_id: int, content: Keep) -> list[EngineEffect]:
+        effects = EngineBook.keep(book, client_id, content)
+        return [effect for effect in effects if not isinstance(effect, Answered) or effect.client_id == client_id]
+
+    mutate(patch, keep=keep)
+
+
+def what_comes_when_all_have_left_stays_pinned(patch: Patch) -> None:
+    came = KeptContents._came
+
+    def mutated(contents: KeptContents, wait: Any, answer: Found | NotKept) -> None:
+        if isinstance(answer, Found) and not wait.line:
+            contents._pinned(wait.key, answer, None)
+            del contents._waits[wait.key], contents._waited[wait.token]
+        else:
+            came(contents, wait, answer)
+
+    patch.setattr(KeptContents, "_came", mutated)
+
+
 def a_view_is_no_use(patch: Patch) -> None:
     leave = KeptContents.leave
 
@@ -81,6 +102,8 @@ def a_view_is_no_use(patch: Patch) -> None:
         (a_slot_that_is_kept_is_nobodys_to_write, "kept"),
         (a_view_is_no_use, "kept"),
         (a_cancelled_lookup_keeps_its_pin, "asked"),
+        (who_waits_is_answered_only_in_the_keepers_process, "waited for"),
+        (what_comes_when_all_have_left_stays_pinned, "waited for"),
     ],
 )
 def test_what_is_broken_is_found_with_the_fewest_actions(mutation: Callable[[Patch], Any], name: str) -> None:

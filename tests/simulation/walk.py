@@ -31,7 +31,7 @@ WEIGHTS: Mapping[Kind, float] = {
     Kind.PIDFD_FIRES: 0.5, Kind.ENGINE_DIES: 0.02, Kind.ENGINE_STARTS: 1, Kind.TO_ENGINE: 30, Kind.TO_FRONTEND: 30,
     Kind.FORGE: 0.3, Kind.ACQUIRE: 3, Kind.REQUEST: 8, Kind.REQUEST_NOW: 4, Kind.TRY: 1, Kind.CANCEL: 1,
     Kind.FRONTEND_TURN: 30, Kind.FRONTEND_TIMER: 10, Kind.COPIED: 12, Kind.SUBMIT: 8, Kind.LEAVE: 4, Kind.VIEW_DIES: 4,
-    Kind.TENSOR: 20, Kind.KEEP: 12, Kind.FIND: 0.7, Kind.UNPIN: 3, Kind.KEPT_VIEW_DIES: 4, Kind.SEND_KEPT: 8,
+    Kind.TENSOR: 20, Kind.KEEP: 12, Kind.FIND: 0.7, Kind.WAIT_KEPT: 0.7, Kind.UNPIN: 3, Kind.KEPT_VIEW_DIES: 4, Kind.SEND_KEPT: 8,
     Kind.ABORT: 2, Kind.READ: 12, Kind.FORGET: 1, Kind.DROP_REPLY: 2, Kind.CLAIM: 14, Kind.RELEASE: 4, Kind.FINISH: 8,
     Kind.FAIL: 1, Kind.TIME_OUT: 1, Kind.REPLY: 6, Kind.REPLY_NOW: 3, Kind.REPLY_COPIED: 8, Kind.CANCEL_REPLY: 1,
     Kind.ENGINE_VIEW_DIES: 4, Kind.TICK: 3,
