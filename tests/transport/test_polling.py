@@ -13,7 +13,18 @@ import torch
 
 import shmring
 from shmring import Client, Ring
-from shmring.core.compiled import LINK_S, TURN_S, VAIN_VIGILS, VIGIL_RETRY, VIGIL_S, VIGIL_TURNS, Poller, RecordWriter, Vigil, ring_nbytes
+from shmring.core.compiled import (
+    LINK_S,
+    TURN_S,
+    VAIN_VIGILS,
+    VIGIL_RETRY,
+    VIGIL_S,
+    VIGIL_TURNS,
+    Poller,
+    RecordWriter,
+    Vigil,
+    ring_nbytes,
+)
 from shmring.core.messages import Refused
 from shmring.transport import loops
 from tests.model.inside import LinkInPython
