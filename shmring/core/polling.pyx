@@ -95,17 +95,18 @@ cdef class Vigil:
         """A record came."""
         if not self._is_over:
             self._vain = 0
-        self._is_over, self._turns_left = False, 0
+        self._is_over = True
         if self._vain < _VAIN_VIGILS or not self._vain % _VIGIL_RETRY:
-            self.until, self._turns_left = now + _VIGIL_S, _VIGIL_TURNS
+            self._is_over, self.until, self._turns_left = False, now + _VIGIL_S, _VIGIL_TURNS
 
     cpdef bint is_over(self, double now, bint others_look) noexcept:  # type: (float, bool) -> bool
         """Whether to sleep now. ``others_look``: the loop has turns anyway, for links that were begun later."""
-        if now < self.until:
-            return False
-        if others_look and self._turns_left:
-            self._turns_left -= 1
-            return False
+        if not self._is_over:
+            if now < self.until:
+                return False
+            if others_look and self._turns_left:
+                self._turns_left -= 1
+                return False
         self._is_over = True
         self._vain += 1
         return True

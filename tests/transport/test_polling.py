@@ -393,11 +393,13 @@ def vigils(vigil: Vigil, starts: int, *, found: bool, now_s: float = 0.0) -> int
     for _ in range(starts):
         now_s += 1.0
         vigil.begin(now_s)
-        kept += not vigil.is_over(now_s + VIGIL_S / 2, False)
+        if vigil.is_over(now_s + VIGIL_S / 2, False):
+            continue
+        kept += 1
         if found:
             vigil.begin(now_s + VIGIL_S / 2)
-            continue
-        assert vigil.is_over(now_s + 2 * VIGIL_S, False)
+        else:
+            assert vigil.is_over(now_s + 2 * VIGIL_S, False)
     return kept
 
 
