@@ -413,7 +413,8 @@ def test_a_link_that_looks_in_vain_sleeps_at_once_and_tries_again_now_and_then()
     assert 0 < vigils(vigil, 10 * VIGIL_RETRY, found=False, now_s=1000.0) <= 11
     vigil = Vigil()
     vigils(vigil, VIGIL_RETRY, found=False)
-    assert vigils(vigil, 2, found=True, now_s=1000.0) == 2, "one that helped is believed"
+    assert vigils(vigil, 1, found=True, now_s=1000.0) == 1
+    assert vigils(vigil, VAIN_VIGILS, found=False, now_s=2000.0) == VAIN_VIGILS, "one that helped is believed"
 
 
 def test_a_link_looks_on_while_the_loop_looks_for_others_for_so_many_turns_of_theirs() -> None:
