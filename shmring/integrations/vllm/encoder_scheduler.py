@@ -203,7 +203,8 @@ class SchedulerHalf:
         self._keeps = keeps
         self._has_input = has_input
         self._asked: set[str] = set()  # requests whose media were looked up
-        self._local: set[str] = set()  # outputs that vLLM's own cache has
+        self._local: set[str] = set()  # outputs that vLLM's own cache had after the last step
+        self._placed: set[str] = set()  # and those that got a place there in this step
         self._unavailable: set[str] = set()  # requests, which fail
 
     def has(self, identifier: str) -> bool:
@@ -225,7 +226,8 @@ class SchedulerHalf:
         announced = bool(request.ec_transfer_params)
         if request.request_id in self._asked and not announced:
             return True
-        needed = [each for each in request.mm_features if _end_of(each) > computed_tokens and each.identifier not in self._local]
+        has = self._local | self._placed
+        needed = [each for each in request.mm_features if _end_of(each) > computed_tokens and each.identifier not in has]
         if request.request_id not in self._asked:
             self._asked.add(request.request_id)
             self.pins.look_up([each.identifier for each in needed])
@@ -242,7 +244,7 @@ class SchedulerHalf:
     def allocated(self, request: Any, index: int) -> None:
         """vLLM's cache has a place for an output, which is encoded or loaded in this step."""
         feature = request.mm_features[index]
-        self._local.add(feature.identifier)
+        self._placed.add(feature.identifier)
         if self._loads:
             rows = feature.mm_position.get_num_embeds()
             has_input = feature.data is not None and (not request.ec_transfer_params or self._has_input(feature))
@@ -255,6 +257,8 @@ class SchedulerHalf:
             output: vLLM's message to the workers, with what it encodes.
         """
         self._local.difference_update(output.free_encoder_mm_hashes)
+        self._local |= self._placed  # also what had to go, and came again in this step
+        self._placed.clear()
         number, loads = self.pins.next_step()
         seen = {each.identifier for new in output.scheduled_new_reqs for each in new.mm_features} if self._keeps else ()
         return Step(number, loads, sorted(seen), output.scheduled_encoder_inputs if loads else None)

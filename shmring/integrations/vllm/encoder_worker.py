@@ -144,10 +144,12 @@ class WorkerHalf:
         kept = {identifier: key for identifier, key in keys.items() if key is not None}
         if not kept or not self._store.connected:
             return
-        for identifier, content in zip(kept, self._store.find(list(kept.values()), _LOAD_S), strict=True):
+        found = self._store.find(list(kept.values()), _LOAD_S)
+        for content in found:
             if content is not None:
                 content.close()
-            else:
+        for identifier, content in zip(kept, found, strict=True):
+            if content is None:
                 self.save(cache, identifier)
 
     def close(self) -> None:
