@@ -23,7 +23,7 @@ from bench.serving.command import serve_command
 from bench.sglang.command import sglang_command
 from bench.steps import steps_command
 from bench.transport import quick_command, transport_command
-from bench.vllm.command import vllm_command, workers_command
+from bench.vllm.command import encoders_command, vllm_command, workers_command
 
 
 @click.group(context_settings=SETTINGS)
@@ -45,6 +45,7 @@ for command in (
     gpu_command,
     vllm_command,
     workers_command,
+    encoders_command,
     sglang_command,
     ray_command,
     steps_command,

@@ -71,7 +71,12 @@ _PAGES = (
     _Page("benchmarks/peers.md", "Beside other transports", ("transport", "request", "fan-out"), _PEERS),
     _Page("benchmarks/server.md", "Of the server", ("serve", "isolation"), ""),
     _Page("benchmarks/gpu.md", "On a GPU", ("gpu",), ""),
-    _Page("benchmarks/vllm.md", "Inside vLLM", ("vllm", "vllm-workers"), "What it means for users is in [vLLM](../vllm.md).\n"),
+    _Page(
+        "benchmarks/vllm.md",
+        "Inside vLLM",
+        ("vllm", "vllm-workers", "vllm-encoders"),
+        "What it means for users is in [vLLM](../vllm.md) and [stages](../stages.md#vllm-encoder-outputs).\n",
+    ),
     _Page("benchmarks/sglang.md", "Inside SGLang", ("sglang",), "What it means for users is in [SGLang](../sglang.md).\n"),
     _Page("benchmarks/ray.md", "In a Ray cluster", ("ray",), "What it means for users is in [Ray](../clusters.md).\n"),
 )
@@ -101,7 +106,13 @@ _LEFT_TO_THE_FILE = {
 }
 
 #: Of modes, where a capital letter does not make them.
-_NAMES = {"gpu": "GPU", "sglang": "SGLang", "vllm": "vLLM", "vllm-workers": "vLLM-workers"}
+_NAMES = {
+    "gpu": "GPU",
+    "sglang": "SGLang",
+    "vllm": "vLLM",
+    "vllm-workers": "vLLM-workers",
+    "vllm-encoders": "vLLM-encoders",
+}
 
 
 class _Allowance(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from bench.repetitions import Measured, Number, percentile, ratio
 from bench.results import Table
 from bench.servers import wait_until_it_answers
 from bench.targets import Numbers, Target, ratios
-from bench.vllm import load, workers
+from bench.vllm import encoders, load, workers
 from bench.vllm.load import LARGE, PARALLEL, WAYS, Case, Fleet, Way, cpu_of, fleets
 from bench.vllm.server import Server, serve
 
@@ -132,6 +132,20 @@ def workers_command(runs: Runs) -> None:
         for name, way in workers.WAYS.items()
     }
     _measure(runs, list(runs.cases), start, workers.warm_up, workers.measure)
+    runs.notes.append(_versions(environment))
+
+
+@benchmark(encoders.PLAN)
+def encoders_command(runs: Runs) -> None:
+    """Real vLLM: an encoder's outputs to another engine, by files and through shmring."""
+    environment = environment_of("vllm", "vLLM")
+    with contextlib.ExitStack() as stack:
+        pairs: dict[str, encoders.Pair] = {}
+        for way in runs.cases[encoders.CASE]:
+            click.echo(f"starting vLLM: {way}", err=True)
+            pairs[way] = stack.enter_context(encoders.pair(way, environment))
+            pairs[way].warm_up()
+        runs.measure(lambda _, way: pairs[way].measure())
     runs.notes.append(_versions(environment))
 
 

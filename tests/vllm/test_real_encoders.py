@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bench.vllm.encoder_engine import CONNECTOR
 from shmring import threads
 from tests.segments import segments_of
 from tests.waiting import until
@@ -21,15 +22,13 @@ pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path(sys.prefix) / "models" / "416"
-MODULE = "shmring.integrations.vllm.ec_connector"
 
 
 class Engine:
     """One engine of vLLM, in a process of its own."""
 
     def __init__(self, log: Path, role: str | None, extra: dict[str, Any], **options: Any) -> None:
-        names = {"ec_connector": "ShmringECConnector", "ec_connector_module_path": MODULE, "ec_connector_extra_config": extra}
-        transfer = None if role is None else names | {"ec_role": role}
+        transfer = None if role is None else CONNECTOR | {"ec_connector_extra_config": extra, "ec_role": role}
         said = json.dumps({"model": str(MODEL), "transfer": transfer, "options": options})
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SHMRING_VLLM")}
         self.log = log

@@ -47,9 +47,9 @@ def check_configuration(vllm_config: Any, settings: EncoderSettings) -> None:
         raise ValueError("ShmringECConnector can't serve an encoder-decoder model: vLLM hands its connectors no such outputs")
     if media.mm_processor_cache_gb == 0 and not vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(
-            "ShmringECConnector can't tell one picture from another here: without a processor cache and without prefix caching, "
-            "vLLM counts media (renderer0-mm-1-image-0, the same in each instance) instead of hashing them. Start this instance "
-            "with --mm-processor-cache-gb above 0 (a small one is enough), or with --enable-prefix-caching"
+            "ShmringECConnector can't tell one picture from another here: without a processor cache and without prefix "
+            "caching, vLLM counts media (renderer0-mm-1-image-0, the same in each instance) instead of hashing them. Start "
+            "this instance with --mm-processor-cache-gb above 0 (a small one is enough), or with --enable-prefix-caching"
         )
     if _adapters_change_encoders(vllm_config) and not settings.adapters:
         raise ValueError(

@@ -114,8 +114,8 @@ class WorkerHalf:
         """Has an output encoded that could not be loaded."""
         if not load.has_input or step.encoded is None:
             raise RuntimeError(
-                f"shmring: the encoder output of {load.identifier} has gone from the store {self._store.name!r} in the moment in "
-                f"which it was needed, and request {load.request_id} came without the medium itself"
+                f"shmring: the encoder output of {load.identifier} has gone from the store {self._store.name!r} in the moment "
+                f"in which it was needed, and request {load.request_id} came without the medium itself"
             )
         indices = step.encoded.setdefault(load.request_id, [])
         if load.index not in indices:
