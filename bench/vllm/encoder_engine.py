@@ -143,6 +143,10 @@ class EncoderEngine:
         ]
         return Answered(answers, self.encoded - encoded, cpu_ms)
 
+    def close(self) -> None:
+        """Ends it, and its connector with it."""
+        self._llm.llm_engine.engine_core.shutdown()
+
 
 def picture_of(number: int, side: int) -> Any:
     """Returns a picture that no other number has."""

@@ -129,12 +129,14 @@ class Watched:
 
 
 def main() -> None:
-    engine = Watched(EncoderEngine(**json.loads(sys.argv[1])))
+    engine = EncoderEngine(**json.loads(sys.argv[1]))
+    watched = Watched(engine)
     for order, answer in orders(Order):
         try:
-            answer(engine.ask(order))
+            answer(watched.ask(order))
         except Exception as error:  # noqa: BLE001 # it has its place among the results
             answer(error)
+    engine.close()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from bench import command_line
 from bench.plan import Runs, Timing
 from bench.serving.load import Latency
-from bench.vllm import command, load, workers
+from bench.vllm import command, encoders, load, workers
 from bench.vllm.command import PLAN, vllm_command
 from bench.vllm.load import CASES, SIDES, WAYS, Case, Fleet, Measurement, Way, fleets, for_a_while
 from tests.tables import for_each
@@ -178,3 +178,34 @@ def test_every_column_and_target_of_workers_is_of_what_was_measured() -> None:
         ["short", "MessageQueue", "60.0", "20.0", "20.0", "20.0", "0.05 x", "200.0", "500", "abc"],
     ]
     assert [verdict.met for verdict in findings.targets] == [True] * len(workers.TARGETS)
+
+
+def encoders_run(save_ms: float, *, copies: float = 1.1, load_ms: float = 0.3) -> encoders.EncodersRun:
+    return encoders.EncodersRun(
+        save_ms=save_ms,
+        save_wall_ms=save_ms,
+        copies=copies,
+        look_ms=0.2,
+        load_ms=load_ms,
+        again_us=1.0,
+        request_ms=100.0,
+        encoded=0,
+        left_nbytes=0,
+        digest="same",
+    )
+
+
+def test_encoder_outputs_are_judged_by_copies_and_beside_files() -> None:
+    alone = encoders.EncodersRun(*(None,) * 6, 120.0, 4, 0, "same")
+    measured = {
+        "shmring": [encoders_run(4.0), encoders_run(5.0, copies=1.3)],
+        "ECExampleConnector": [encoders_run(20.0, load_ms=0.4), encoders_run(20.0, load_ms=0.2)],
+        "without": [alone, alone],
+    }
+    findings = encoders.PLAN.findings({encoders.CASE: measured})
+    assert [verdict.met for verdict in findings.targets] == [True, True, True, True, False]
+    ((title, rows),) = [(table.title, table.rows) for table in findings.tables]
+    assert title == "From an encoder to another engine, one request at a time"
+    assert [row[1] for row in rows] == ["shmring", "ECExampleConnector", "without a connector"]
+    assert [row[3] for row in rows] == ["", "0.23 x", ""]
+    assert {row[-1] for row in rows} == {"same"}

@@ -44,6 +44,7 @@ def main(model: str, transfer: dict[str, Any] | None, options: dict[str, Any]) -
             answer()
         else:
             answer(**msgspec.to_builtins(engine.ask(said["ask"])))
+    engine.close()
 
 
 if __name__ == "__main__":

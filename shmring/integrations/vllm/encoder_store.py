@@ -37,7 +37,7 @@ _CONNECT_S = 1.5  # in one attempt; at the start of vLLM, which takes longer any
 _STARTING_S = 60.0  # for one that is started: its slab is reserved first
 _LOOK_S = 1.0  # between two looks whether the store is there
 _PAUSE_S = 1.0  # in which nobody waits for a store that has kept a caller waiting in vain
-_SMALL_LEASE = 4096  # of who writes nothing: its part of the slab is for others
+_LEASE, _SMALL_LEASE = 16 << 20, 4096  # of who writes outputs, and of who does not: its part of the slab is for others
 _NAME = "ec"  # of the tensor, in what is kept
 
 #: What may be wrong. ``absent``: no store is there; ``silent``: it does not answer; ``full``: it has no room; ``size``: an
@@ -101,7 +101,7 @@ class EncoderStore:
                     self._connect()
             except (ShmringError, OSError, TimeoutError, ValueError) as error:
                 self._why_absent = str(error)
-                self._say("absent", "the store %r is not there, so encoders work as without it: %s", self.name, error)
+                self._say("absent", "shmring: the store %r is not there, so encoders work as without it: %s", self.name, error)
             finally:
                 self._tried.set()
             self._closing.wait(_LOOK_S)
@@ -109,19 +109,17 @@ class EncoderStore:
     def _connect(self) -> None:
         directory = self._settings.socket_dir or None
         if self._settings.start:
-            shmring.threads.start_store(
-                self.name, slab_nbytes=self._settings.slab, socket_dir=directory, timeout=_STARTING_S
-            )
+            slab_nbytes = self._settings.slab
+            shmring.threads.start_store(self.name, slab_nbytes=slab_nbytes, socket_dir=directory, timeout=_STARTING_S)
         if self._client is not None:  # which attaches by itself, as soon as there is one
             return
-        lease = {} if self._writes else {"lease_nbytes": _SMALL_LEASE}
         client = shmring.threads.connect(
             self.name,
             reconnect=True,
             description=self._description,
             connect_timeout_s=_CONNECT_S,
             socket_dir=directory,
-            **lease,
+            lease_nbytes=_LEASE if self._writes else _SMALL_LEASE,
         )
         with self._lock:
             if not self._closing.is_set():
@@ -137,14 +135,14 @@ class EncoderStore:
         if client is not None and client.connected:
             return client
         why = self._why_absent if client is None else client.lost_error
-        self._say("absent", "the store %r is not there, so encoders work as without it: %s", self.name, why)
+        self._say("absent", "shmring: the store %r is not there, so encoders work as without it: %s", self.name, why)
         return None
 
     def _say(self, trouble: Trouble, text: str, *arguments: object) -> None:
         """Says in the log what is wrong, unless it says so already."""
         if trouble not in self._said:
             self._said.add(trouble)
-            logger.warning("shmring: " + text, *arguments)
+            logger.warning(text, *arguments)
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -165,11 +163,11 @@ class EncoderStore:
             found = client.find_many(keys, timeout=timeout_s)
         except TimeoutError as error:
             self._ask_again_s = self._now() + _PAUSE_S
-            self._say("silent", "the store %r does not answer, so encoders work as without it: %s", self.name, error)
+            self._say("silent", "shmring: the store %r does not answer, so encoders work as without it: %s", self.name, error)
         except WouldBlock as error:
-            self._say("pins", "some encoder outputs of the store %r are not used: %s", self.name, error)
+            self._say("pins", "shmring: some encoder outputs of the store %r are not used: %s", self.name, error)
         except (ShmringError, OSError) as error:
-            self._say("absent", "the store %r is not there, so encoders work as without it: %s", self.name, error)
+            self._say("absent", "shmring: the store %r is not there, so encoders work as without it: %s", self.name, error)
         else:
             self._said -= {"absent", "silent", "pins"}
             return found
@@ -190,7 +188,7 @@ class EncoderStore:
                 return None
         if isinstance(tensor, torch.Tensor):
             return tensor
-        self._say("kind", "the store %r keeps something under an encoder output's key that is none", self.name)
+        self._say("kind", "shmring: the store %r keeps something under an encoder output's key that is none", self.name)
         return None
 
     # -- keeping -------------------------------------------------------------------------------------------------------
@@ -222,11 +220,11 @@ class EncoderStore:
                 return True
         except (TimeoutError, WouldBlock) as error:
             self._wait_again_s = self._now() + _PAUSE_S
-            self._say("full", "an encoder output of %d bytes is not kept: %s", nbytes, error)
+            self._say("full", "shmring: an encoder output of %d bytes is not kept: %s", nbytes, error)
         except CapacityError as error:
-            self._say("size", "an encoder output of %d bytes is not kept: %s", nbytes, error)
+            self._say("size", "shmring: an encoder output of %d bytes is not kept: %s", nbytes, error)
         except (ShmringError, OSError) as error:
-            self._say("absent", "an encoder output of %d bytes is not kept: %s", nbytes, error)
+            self._say("absent", "shmring: an encoder output of %d bytes is not kept: %s", nbytes, error)
         self.counts["not kept"] += 1
         return False
 
@@ -251,7 +249,7 @@ class EncoderStore:
             else:
                 self.counts["not kept"] += 1
                 trouble: Trouble = "full" if isinstance(error, WouldBlock) else "absent"
-                self._say(trouble, "an encoder output of %d bytes is not kept: %s", nbytes, error)
+                self._say(trouble, "shmring: an encoder output of %d bytes is not kept: %s", nbytes, error)
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
