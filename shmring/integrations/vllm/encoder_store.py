@@ -101,7 +101,7 @@ class EncoderStore:
                     self._connect()
             except (ShmringError, OSError, TimeoutError, ValueError) as error:
                 self._why_absent = str(error)
-                self._say("absent", "shmring: the store %r is not there, so encoders work as without it: %s", self.name, error)
+                self._say_absent(error)
             finally:
                 self._tried.set()
             self._closing.wait(_LOOK_S)
@@ -134,9 +134,11 @@ class EncoderStore:
         client = self._client
         if client is not None and client.connected:
             return client
-        why = self._why_absent if client is None else client.lost_error
-        self._say("absent", "shmring: the store %r is not there, so encoders work as without it: %s", self.name, why)
+        self._say_absent(self._why_absent if client is None else client.lost_error)
         return None
+
+    def _say_absent(self, why: object) -> None:
+        self._say("absent", "shmring: the store %r is not there, so encoders work as without it: %s", self.name, why)
 
     def _say(self, trouble: Trouble, text: str, *arguments: object) -> None:
         """Says in the log what is wrong, unless it says so already."""
@@ -167,7 +169,7 @@ class EncoderStore:
         except WouldBlock as error:
             self._say("pins", "shmring: some encoder outputs of the store %r are not used: %s", self.name, error)
         except (ShmringError, OSError) as error:
-            self._say("absent", "shmring: the store %r is not there, so encoders work as without it: %s", self.name, error)
+            self._say_absent(error)
         else:
             self._said -= {"absent", "silent", "pins"}
             return found
