@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path(sys.prefix) / "models" / "416"
+SOURCES = Path(sys.prefix) / "sources"  # of other versions of vLLM
 
 
 class Engine:
@@ -183,20 +184,33 @@ def test_where_media_are_counted_vllm_does_not_start_and_says_what_to_do(start: 
         engine.answer()
 
 
-MESSAGE = """
-import pickle
+CONTRACT = """
+import inspect, pickle, vllm
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.v1.core.sched.output import SchedulerOutput
 from shmring.integrations.vllm.ec_connector import Message, ShmringECConnector
 from shmring.integrations.vllm.encoder_scheduler import Load, Step
+print(vllm.__file__)
+ours = {name: each for name, each in vars(ShmringECConnector).items() if not name.startswith("_")}
+print(ShmringECConnector.__abstractmethods__, [name for name in ours if not hasattr(ECConnectorBase, name)])
+for name, each in ours.items():
+    theirs, mine = (list(inspect.signature(method).parameters) for method in (getattr(ECConnectorBase, name), each))
+    assert mine == theirs or mine[-1] in ("arguments", "_"), (name, theirs, mine)
 output = SchedulerOutput.make_empty()
 output.scheduled_encoder_inputs = encoded = {"r": [0]}
 output.ec_connector_metadata = Message(Step(3, [Load("a", "r", 1, 16, True)], encoded=encoded))
 came = pickle.loads(pickle.dumps((output, "arguments"), protocol=pickle.HIGHEST_PROTOCOL))[0]
-print(came.ec_connector_metadata.step.encoded is came.scheduled_encoder_inputs, ShmringECConnector.__abstractmethods__)
+print(came.ec_connector_metadata.step.encoded is came.scheduled_encoder_inputs)
 """
 
 
-def test_a_worker_has_the_very_list_of_what_is_encoded() -> None:
-    """vLLM pickles its message whole, so what is one dict in it is one dict in a worker."""
-    done = subprocess.run([sys.executable, "-c", MESSAGE], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1:] == ["True frozenset()"], done.stderr
+@pytest.mark.parametrize("version", ["installed", *sorted(path.name for path in SOURCES.iterdir())])
+def test_vllm_is_as_the_connector_needs_it(version: str) -> None:
+    """It has what is overridden. And it pickles its message whole, so that what is one dict in it is one dict in a worker."""
+    paths = [str(ROOT), *([] if version == "installed" else [str(SOURCES / version)])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", CONTRACT], cwd="/", env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    file, overridden, is_one = done.stdout.splitlines()[-3:]
+    assert file.startswith(str(Path(sys.prefix) / ("lib" if version == "installed" else f"sources/{version}")))
+    assert (overridden, is_one) == ("frozenset() []", "True")
