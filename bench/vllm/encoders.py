@@ -170,7 +170,8 @@ _COLUMNS = (
 
 
 def _ours(what: str, number: str, limit: float, unit: str) -> Target:
-    return Target(f"vLLM, encoder outputs, {what}", CASE, limit, unit, medians(_OURS, number, {_OURS: CASE}), at_least=False)
+    numbers = medians(_OURS, number, {_OURS: CASE})
+    return Target(f"vLLM, encoder outputs, {what}", CASE, limit, unit, numbers, at_least=False)
 
 
 def _beside(what: str, number: str, limit: float) -> Target:

@@ -62,7 +62,7 @@ def make(settings: EncoderSettings) -> Iterator[Callable[..., WorkerHalf]]:
     made: list[WorkerHalf] = []
 
     def start(settings: EncoderSettings = settings, *, keep: bool = False, **options: Any) -> WorkerHalf:
-        store = EncoderStore.create(settings, "a worker", writes=keep)
+        store = EncoderStore.create(settings, "a worker", use="keep" if keep else "load")
         keys = EncoderKeys(configuration(), settings, "0.32.0")
         made.append(WorkerHalf(store, keys, device=CPU, keep=keep, **options))
         return made[-1]
@@ -317,7 +317,7 @@ def test_a_store_that_does_not_answer_costs_one_bounded_wait_a_second(
     settings: EncoderSettings, ring: threads.Ring, caplog: pytest.LogCaptureFixture
 ) -> None:
     now_s = 0.0
-    store = EncoderStore(settings, "a scheduler", writes=False, now=lambda: now_s)
+    store = EncoderStore(settings, "a scheduler", use="look", now=lambda: now_s)
     store._thread.start()
     until(lambda: store.connected)
     client = store._client

@@ -98,14 +98,14 @@ class ShmringECConnector(ECConnectorBase):  # type: ignore[misc] # vLLM is not i
         keeps = self.is_producer and tensor_rank == 0  # each of a group has the whole output
         if not get_pp_group().is_first_rank or not (keeps or self.is_consumer):  # vLLM uses the connectors of the first stage
             return None
-        self._store = EncoderStore.create(self._settings, f"vLLM worker {tensor_rank}", writes=keeps)
+        self._store = EncoderStore.create(self._settings, f"vLLM worker {tensor_rank}", use="keep" if keeps else "load")
         device = torch.device(current_platform.device_type)
         hold = QueuedCopies(_recorded).started if device.type == "cuda" else None
         return WorkerHalf(self._store, self._keys, device=device, keep=keeps, hold=hold)
 
     def _make_scheduler(self) -> SchedulerHalf:
         if self.is_consumer:
-            self._store = EncoderStore.create(self._settings, "vLLM scheduler", writes=False)
+            self._store = EncoderStore.create(self._settings, "vLLM scheduler", use="look")
         find = self._find if self.is_consumer else None
         return SchedulerHalf(find, keeps=self.is_producer, has_input=self._has_input)
 

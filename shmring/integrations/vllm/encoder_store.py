@@ -29,7 +29,7 @@ from shmring.errors import CapacityError, RemoteError, ShmringError, WouldBlock
 from shmring.integrations.vllm.encoder_settings import EncoderSettings
 from shmring.threads import Client, Keeping, Kept, Slot
 
-__all__ = ["EncoderStore"]
+__all__ = ["EncoderStore", "Use"]
 
 logger = logger_of("vllm.shmring")
 
@@ -39,6 +39,9 @@ _LOOK_S = 1.0  # between two looks whether the store is there
 _PAUSE_S = 1.0  # in which nobody waits for a store that has kept a caller waiting in vain
 _LEASE, _SMALL_LEASE = 16 << 20, 4096  # of who writes outputs, and of who does not: its part of the slab is for others
 _NAME = "ec"  # of the tensor, in what is kept
+
+#: ``look``: it looks outputs up, and reads none; ``load``: it reads them; ``keep``: it writes some, and may read others.
+Use = Literal["look", "load", "keep"]
 
 #: What may be wrong. ``absent``: no store is there; ``silent``: it does not answer; ``full``: it has no room; ``size``: an
 #: output can never fit; ``pins``: this process uses as much as it may; ``kind``: the content is of another kind.
@@ -51,7 +54,7 @@ class EncoderStore:
     Args:
         settings: the connector's.
         description: what the store's log calls this process.
-        writes: whether this process keeps outputs.
+        use: what this process does there.
         now: seconds of a clock.
 
     Attributes:
@@ -60,13 +63,13 @@ class EncoderStore:
     """
 
     def __init__(
-        self, settings: EncoderSettings, description: str, *, writes: bool, now: Callable[[], float] = time.monotonic
+        self, settings: EncoderSettings, description: str, *, use: Use, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.name = settings.store or store_name()
         self.counts: collections.Counter[str] = collections.Counter()
         self._settings = settings
         self._description = description
-        self._writes = writes
+        self._use = use
         self._now = now
         self._client: Client | None = None
         self._why_absent = "it was not looked for yet"
@@ -79,9 +82,9 @@ class EncoderStore:
         self._thread = threading.Thread(target=self._stay_connected, name="shmring encoder store", daemon=True)
 
     @classmethod
-    def create(cls, settings: EncoderSettings, description: str, *, writes: bool) -> EncoderStore:
+    def create(cls, settings: EncoderSettings, description: str, *, use: Use) -> EncoderStore:
         """Returns one that has tried to connect. Waits for a store that is being started, and not long for another one."""
-        store = cls(settings, description, writes=writes)
+        store = cls(settings, description, use=use)
         store._thread.start()
         store._tried.wait(2 * _CONNECT_S + (_STARTING_S if settings.start else 0.0))
         return store
@@ -119,7 +122,8 @@ class EncoderStore:
             description=self._description,
             connect_timeout_s=_CONNECT_S,
             socket_dir=directory,
-            lease_nbytes=_LEASE if self._writes else _SMALL_LEASE,
+            lease_nbytes=_LEASE if self._use == "keep" else _SMALL_LEASE,
+            prefault=self._use != "look",
         )
         with self._lock:
             if not self._closing.is_set():
