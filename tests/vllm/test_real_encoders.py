@@ -23,19 +23,23 @@ pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path(sys.prefix) / "models" / "416"
 SOURCES = Path(sys.prefix) / "sources"  # of other versions of vLLM
+VERSIONS = sorted(path.name for path in SOURCES.iterdir())
 
 
 class Engine:
     """One engine of vLLM, in a process of its own."""
 
-    def __init__(self, log: Path, role: str | None, extra: dict[str, Any], **options: Any) -> None:
+    def __init__(self, log: Path, role: str | None, extra: dict[str, Any], version: str = "", **options: Any) -> None:
         transfer = None if role is None else CONNECTOR | {"ec_connector_extra_config": extra, "ec_role": role}
-        said = json.dumps({"model": str(MODEL), "transfer": transfer, "options": options})
+        said = {"model": str(MODEL), "transfer": transfer, "options": options}
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SHMRING_VLLM")}
+        if version:
+            said |= {"compiled": str(next((Path(sys.prefix) / "lib").glob("python*/site-packages/vllm")))}
+            environment |= {"PYTHONPATH": os.pathsep.join([str(SOURCES / version), str(ROOT)])}
         self.log = log
         with log.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.vllm.encoders", said],
+                [sys.executable, "-m", "tests.vllm.encoders", json.dumps(said)],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -184,6 +188,19 @@ def test_where_media_are_counted_vllm_does_not_start_and_says_what_to_do(start: 
         engine.answer()
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_another_vllm_beside_these_compiled_parts_uses_what_it_has_encoded_and_nothing_of_this_one(
+    start: Callable[..., Engine], alone: Engine, extra: dict[str, Any], version: str
+) -> None:
+    expected, _ = alone.ask([30], [31])
+    with serve(extra) as ring:
+        this, both, consumer = start("ec_both"), start("ec_both", version=version), start("ec_consumer", version=version)
+        assert this.ask([30], [31]) == (expected, 2)
+        assert both.ask([30], [31])[1] == 2, "outputs of another version may be laid out in another way"
+        until(lambda: ring.statistics().kept == 4)
+        assert consumer.ask([30], [31]) == (both.ask([30], [31])[0], 0)
+
+
 CONTRACT = """
 import inspect, pickle, vllm
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
@@ -204,7 +221,7 @@ print(came.ec_connector_metadata.step.encoded is came.scheduled_encoder_inputs)
 """
 
 
-@pytest.mark.parametrize("version", ["installed", *sorted(path.name for path in SOURCES.iterdir())])
+@pytest.mark.parametrize("version", ["installed", *VERSIONS])
 def test_vllm_is_as_the_connector_needs_it(version: str) -> None:
     """It has what is overridden. And it pickles its message whole, so that what is one dict in it is one dict in a worker."""
     paths = [str(ROOT), *([] if version == "installed" else [str(SOURCES / version)])]
