@@ -14,37 +14,10 @@ import torch
 from shmring.integrations.vllm.encoder_keys import EncoderKeys, check_configuration
 from shmring.integrations.vllm.encoder_settings import EncoderSettings
 from tests.tables import for_each
+from tests.vllm.made_up_configuration import configuration
 
 ROOT = Path(__file__).resolve().parents[2]
 HASH = "9f86d081884c7d659a2feaa0c55ad015"
-
-
-def configuration() -> Any:
-    """What is read of vLLM's, as it is by default."""
-    media = SimpleNamespace(
-        mm_processor_cache_gb=4.0,
-        mm_processor_kwargs=None,
-        media_io_kwargs={},
-        video_pruning_rate=None,
-        video_pruning_method="evs",
-        mm_device_do_normalize=True,
-        mm_encoder_attn_dtype=None,
-        mm_encoder_fp8_scale_path=None,
-    )
-    model = SimpleNamespace(
-        model="llava-hf/llava-1.5-7b-hf",
-        model_weights="",
-        revision=None,
-        hf_config=SimpleNamespace(),
-        hf_overrides={},
-        dtype=torch.bfloat16,
-        quantization=None,
-        is_encoder_decoder=False,
-        multimodal_config=media,
-    )
-    return SimpleNamespace(
-        model_config=model, cache_config=SimpleNamespace(enable_prefix_caching=True), lora_config=None
-    )
 
 
 def key(

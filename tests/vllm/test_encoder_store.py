@@ -21,7 +21,7 @@ from shmring.integrations.vllm.encoder_settings import EncoderSettings
 from shmring.integrations.vllm.encoder_store import EncoderStore
 from shmring.integrations.vllm.encoder_worker import WorkerHalf
 from shmring.processes.process import Process
-from tests.vllm.test_encoder_keys import configuration
+from tests.vllm.made_up_configuration import configuration
 from tests.waiting import until
 
 ROWS, WIDTH = 64, 512  # 64 KB
