@@ -20,6 +20,7 @@ from bench.vllm.encoder_engine import EncoderEngine, Order, Seen
 
 _AGAIN = 1000  # look-ups of what was found just now
 _BUFFERS = 4  # so that memory that is copied is in no cache
+_BY_REQUEST = ("request_ms", "save_ms", "save_wall_ms", "load_ms", "look_ms", "again_us", "copy_ms")
 
 
 class Meter:
@@ -86,22 +87,26 @@ class Watched:
 
     def ask(self, order: Order) -> Seen:
         """Asks about each picture."""
-        requests, saves, waits, loads, looks, again, copies = ([] for _ in range(7))  # type: ignore[var-annotated]
+        found: dict[str, list[float]] = {name: [] for name in _BY_REQUEST}
         digest, encoded = hashlib.sha256(), 0
         for number in order.pictures:
             answered = self._engine.ask([[number]])
             digest.update(json.dumps(answered.answers).encode())
             encoded += answered.encoded
-            requests.append(answered.cpu_ms)
             save_ms, wait_ms = self._save.take()
-            saves.append(save_ms)
-            waits.append(wait_ms)
-            loads.append(self._load.take()[0])
-            looks.append(self._look.take()[0])
-            again += self._looked_up_again()
-            copies += self._copied()
+            of_request = {
+                "request_ms": [answered.cpu_ms],
+                "save_ms": [save_ms],
+                "save_wall_ms": [wait_ms],
+                "load_ms": [self._load.take()[0]],
+                "look_ms": [self._look.take()[0]],
+                "again_us": self._looked_up_again(),
+                "copy_ms": self._copied(),
+            }
+            for name, numbers in of_request.items():
+                found[name] += numbers
         nbytes = max((tensor.nbytes for tensor in self._cached.values()), default=0)
-        return Seen(requests, saves, waits, loads, looks, again, copies, nbytes, encoded, digest.hexdigest()[:12])
+        return Seen(**found, nbytes=nbytes, encoded=encoded, digest=digest.hexdigest()[:12])
 
     def _looked_up_again(self) -> list[float]:
         """Microseconds of looking up what this process knows already."""

@@ -94,14 +94,16 @@ class Pair:
         saved = None if self._encoder is None else self._encoder.order(order, Seen)
         seen = self._engine.order(order, Seen)
         left = sum(path.stat().st_size for path in self._files.rglob("*") if path.is_file())
+        if saved is None:
+            return EncodersRun(*(None,) * 6, statistics.median(seen.request_ms), seen.encoded, left, seen.digest)
         median = statistics.median
         return EncodersRun(
-            save_ms=saved and median(saved.save_ms),
-            save_wall_ms=saved and median(saved.save_wall_ms),
-            copies=saved and median(saved.save_wall_ms) / median(saved.copy_ms),
-            look_ms=saved and median(seen.look_ms),
-            load_ms=saved and median(seen.load_ms),
-            again_us=saved and median(seen.again_us),
+            save_ms=median(saved.save_ms),
+            save_wall_ms=median(saved.save_wall_ms),
+            copies=median(saved.save_wall_ms) / median(saved.copy_ms),
+            look_ms=median(seen.look_ms),
+            load_ms=median(seen.load_ms),
+            again_us=median(seen.again_us),
             request_ms=median(seen.request_ms),
             encoded=seen.encoded,
             left_nbytes=left,
