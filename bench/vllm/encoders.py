@@ -203,7 +203,7 @@ PLAN = Plan(
         "Real vLLM on the CPU with a model that computes nearly nothing: each engine is one process. An encoder sees "
         f"{_PICTURES} new pictures, and then another engine is asked about them. All engines run at the same time. ms: of CPU, "
         "of all threads of the process, for a picture; save in the encoder, the others in the engine behind it. memcpys: the "
-        "time for which the encoder's model waits, in copies of the output by torch in the same process. again: looking up once "
-        "more what was found. encoded: pictures that the second engine has encoded. digest: of its answers and their logprobs."
+        "time for which the encoder's model waits, in copies of the output by torch in the same process. again: looking up "
+        "once more what was found. encoded: pictures that the second engine has encoded. digest: of its answers and logprobs."
     ],
 )

@@ -1,4 +1,4 @@
-"""Encoders and readers of encoder outputs are killed while they write, look up and load: nothing stays, and nothing wrong is read."""
+"""Encoders and readers are killed while they write, look up and load: nothing stays, and nothing wrong is read."""
 
 from __future__ import annotations
 

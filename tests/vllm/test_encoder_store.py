@@ -104,9 +104,7 @@ def loaded(worker: WorkerHalf, *numbers: int) -> tuple[list[int], Any]:
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
-        record.getMessage()
-        for record in caplog.records
-        if record.name == "vllm.shmring" and record.levelno >= logging.WARNING
+        record.getMessage() for record in caplog.records if record.name == "vllm.shmring" and record.levelno >= logging.WARNING
     ]
 
 
@@ -188,9 +186,7 @@ def test_a_strided_output_is_kept_as_it_is_read(ring: threads.Ring, make: Callab
     assert torch.equal(cache[name(1)], wide)
 
 
-def test_copies_to_a_device_are_made_once_and_their_sources_held(
-    ring: threads.Ring, make: Callable[..., WorkerHalf]
-) -> None:
+def test_copies_to_a_device_are_made_once_and_their_sources_held(ring: threads.Ring, make: Callable[..., WorkerHalf]) -> None:
     """The device is torch's ``meta``, to which nothing is copied."""
     held: list[torch.Tensor] = []
     encoder, reader = make(keep=True), make(hold=held.append)
@@ -272,9 +268,7 @@ def test_a_store_that_goes_and_one_that_comes_after_it(
     assert len(warnings(caplog)) <= 6  # of two workers: before the first life, and behind each
 
 
-def test_a_load_that_can_be_neither_loaded_nor_encoded_is_an_error(
-    ring: threads.Ring, make: Callable[..., WorkerHalf]
-) -> None:
+def test_a_load_that_can_be_neither_loaded_nor_encoded_is_an_error(ring: threads.Ring, make: Callable[..., WorkerHalf]) -> None:
     with pytest.raises(RuntimeError, match="request r came without the medium itself"):
         make().load({}, step(1, has_input=False))
 
@@ -360,7 +354,7 @@ def test_a_store_is_started_if_that_is_asked_for_and_started_again(
         assert until(lambda: loaded(reader, 1)[0] == [1])
         (first,) = started
         first.kill()
-        until(lambda: started and started[0] is not first and encoder._store.connected and reader._store.connected)
+        until(lambda: started[-1] is not first and encoder._store.connected and reader._store.connected)
         save(encoder, 2)
         assert until(lambda: loaded(reader, 2)[0] == [2])
     finally:

@@ -115,9 +115,7 @@ _MEDIA_OPTIONS = (
 
 def _how(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options without what says where media are prepared, and without what is empty then."""
-    kept = {
-        name: _how(value) if isinstance(value, Mapping) else value for name, value in options.items() if name not in _WHERE
-    }
+    kept = {name: _how(value) if isinstance(value, Mapping) else value for name, value in options.items() if name not in _WHERE}
     return {name: value for name, value in kept.items() if value != {}}
 
 

@@ -145,9 +145,7 @@ class Pins:
                 self._pins[load.identifier].messages += 1
         while self._messages and next(iter(self._messages)) < self._step - _ANSWER_STEPS:
             self.answered(next(iter(self._messages)))
-        self._drop(
-            [each for each, pin in self._pins.items() if not pin.messages and pin.step < self._step - _UNUSED_STEPS]
-        )
+        self._drop([each for each, pin in self._pins.items() if not pin.messages and pin.step < self._step - _UNUSED_STEPS])
         return number, loads
 
     def answered(self, number: int) -> None:

@@ -62,7 +62,8 @@ class EncoderSettings:
 def _value(name: str, value: Any) -> Any:
     parse = _PARSERS.get(name)
     if parse is None:
-        raise ValueError(f"ec_connector_extra_config has {shown(name)}, which shmring does not know, but {', '.join(_PARSERS)}")
+        known = [*_PARSERS]
+        raise ValueError(f"ec_connector_extra_config has {shown(name)}, which shmring does not know, but {', '.join(known)}")
     try:
         return parse(value)
     except (CapacityError, TypeError, ValueError) as error:

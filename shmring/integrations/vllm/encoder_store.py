@@ -148,7 +148,7 @@ class EncoderStore:
         """Says in the log what is wrong, unless it says so already."""
         if trouble not in self._said:
             self._said.add(trouble)
-            logger.warning(text, *arguments)
+            logger.warning(text, *map(_shown, arguments))
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
@@ -275,3 +275,8 @@ class EncoderStore:
         client.close()
         counts = ", ".join(f"{count} {what}" for what, count in sorted(self.counts.items())) or "none"
         logger.info("shmring: encoder outputs (%s): %s", self.name, counts)
+
+
+def _shown(argument: object) -> object:
+    """Returns what a line of the log has of it: a handler that keeps an error would keep its frames, and what they view."""
+    return str(argument) if isinstance(argument, BaseException) else argument

@@ -12,7 +12,6 @@ output this worker has from an earlier step, and the store has lost it, it is ke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
