@@ -353,14 +353,20 @@ def test_a_store_is_started_if_that_is_asked_for_and_started_again(
         save(encoder, 1)
         assert until(lambda: loaded(reader, 1)[0] == [1])
         (first,) = started
-        first.kill()
-        until(lambda: started[-1] is not first and encoder._store.connected and reader._store.connected)
+        end(first)
+        until(lambda: started and started[-1] is not first and encoder._store.connected and reader._store.connected)
         save(encoder, 2)
         assert until(lambda: loaded(reader, 2)[0] == [2])
     finally:
         for process in started:
-            process.kill()
-            process.wait()
+            end(process)
+
+
+def end(process: Process) -> None:
+    """Kills a store that this process has started."""
+    assert process._popen is not None
+    process._popen.kill()
+    process._popen.wait()
 
 
 def _started(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
