@@ -140,10 +140,11 @@ def encoders_command(runs: Runs) -> None:
     """Real vLLM: an encoder's outputs to another engine, by files and through shmring."""
     environment = environment_of("vllm", "vLLM")
     with contextlib.ExitStack() as stack:
+        model = stack.enter_context(encoders.made_model(environment))
         pairs: dict[str, encoders.Pair] = {}
         for way in runs.cases[encoders.CASE]:
             click.echo(f"starting vLLM: {way}", err=True)
-            pairs[way] = stack.enter_context(encoders.pair(way, environment))
+            pairs[way] = stack.enter_context(encoders.pair(way, environment, model))
             pairs[way].warm_up()
         runs.measure(lambda _, way: pairs[way].measure())
     runs.notes.append(_versions(environment))

@@ -113,14 +113,21 @@ class Pair:
 
 
 @contextlib.contextmanager
-def pair(way: str, installation: Path) -> Iterator[Pair]:
+def made_model(installation: Path) -> Iterator[Path]:
+    """Makes the model of all engines."""
+    with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory:
+        sizes = map(str, (_SIDE, _WIDTH, _PATCHES))
+        making = [str(installation / "bin" / "python"), "-m", "tests.vllm.tiny_model", directory, *sizes]
+        subprocess.run(making, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        yield Path(directory)
+
+
+@contextlib.contextmanager
+def pair(way: str, installation: Path, model: Path) -> Iterator[Pair]:
     """Starts a way's engines."""
     with tempfile.TemporaryDirectory(prefix="shmr-", dir="/tmp") as directory, contextlib.ExitStack() as stack:
         files = Path(directory) / "files"
-        model = Path(directory) / "model"
         python = str(installation / "bin" / "python")
-        making = [python, "-m", "tests.vllm.tiny_model", str(model), *map(str, (_SIDE, _WIDTH, _PATCHES))]
-        subprocess.run(making, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         transfer: dict[str, Any] | None = None
         if way == _OURS:
             stack.enter_context(_store(python, directory))

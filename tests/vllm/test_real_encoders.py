@@ -35,7 +35,11 @@ class Engine:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SHMRING_VLLM")}
         if version:
             said |= {"compiled": str(next((Path(sys.prefix) / "lib").glob("python*/site-packages/vllm")))}
-            environment |= {"PYTHONPATH": os.pathsep.join([str(SOURCES / version), str(ROOT)])}
+            # vLLM takes its platform from the version of the distribution of this name.
+            information = log.parent / f"vllm-{version}+cpu.dist-info"
+            information.mkdir(exist_ok=True)
+            (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+            environment |= {"PYTHONPATH": os.pathsep.join([str(log.parent), str(SOURCES / version), str(ROOT)])}
         self.log = log
         with log.open("w") as errors:
             self.process = subprocess.Popen(
