@@ -103,9 +103,6 @@ class Pins:
         self._messages: collections.OrderedDict[int, list[str]] = collections.OrderedDict()  # that are not answered, by step
         self._step = 0
 
-    def __len__(self) -> int:
-        return len(self._pins)
-
     def has(self, identifier: str) -> bool:
         """Whether an output is in the store; then it is pinned."""
         pin = self._pins.get(identifier)
@@ -126,12 +123,10 @@ class Pins:
             else:
                 self._pins[identifier] = _Pin(content, self._step)
 
-    def load(self, load: Load) -> bool:
-        """Has an output loaded with this step; returns whether it is. One that is not pinned is not: vLLM encodes it."""
-        if load.identifier not in self._pins:
-            return False
-        self._loads.setdefault(load.identifier, load)
-        return True
+    def load(self, load: Load) -> None:
+        """Has an output loaded with this step. One that is not pinned is not: vLLM encodes it."""
+        if load.identifier in self._pins:
+            self._loads.setdefault(load.identifier, load)
 
     def next_step(self) -> tuple[int, list[Load]]:
         """A step is complete: returns its number, and what workers load. Pins that nobody needs any more go."""
@@ -145,38 +140,30 @@ class Pins:
                 self._pins[load.identifier].messages += 1
         while self._messages and next(iter(self._messages)) < self._step - _ANSWER_STEPS:
             self.answered(next(iter(self._messages)))
-        self._drop([each for each, pin in self._pins.items() if not pin.messages and pin.step < self._step - _UNUSED_STEPS])
+        self.let_go([each for each, pin in self._pins.items() if pin.step < self._step - _UNUSED_STEPS])
         return number, loads
 
     def answered(self, number: int) -> None:
         """All workers have what this step's message named."""
-        unneeded = []
-        for identifier in self._messages.pop(number, ()):
-            pin = self._pins[identifier]
-            pin.messages -= 1
-            if not pin.messages and identifier not in self._loads:
-                unneeded.append(identifier)
-        self._drop(unneeded)
-
-    def forget(self, identifiers: Iterable[str]) -> None:
-        """A request with these media has ended: what no message names goes."""
-        self._drop(
-            [
-                each
-                for each in dict.fromkeys(identifiers)
-                if each in self._pins and not self._pins[each].messages and each not in self._loads
-            ]
-        )
-
-    def _drop(self, identifiers: Iterable[str]) -> None:
+        identifiers = self._messages.pop(number, ())
         for identifier in identifiers:
-            self._pins.pop(identifier).content.close()
+            self._pins[identifier].messages -= 1
+        self.let_go(identifiers)
+
+    def let_go(self, identifiers: Iterable[str]) -> None:
+        """Gives the pins of these outputs back, but for those that a message names, or this step's will."""
+        for identifier in identifiers:
+            pin = self._pins.get(identifier)
+            if pin is not None and not pin.messages and identifier not in self._loads:
+                del self._pins[identifier]
+                pin.content.close()
 
     def close(self) -> None:
         """Gives all pins back."""
-        self._loads.clear()
         self._messages.clear()
-        self._drop(list(self._pins))
+        for pin in self._pins.values():
+            pin.content.close()
+        self._pins.clear()
 
 
 class SchedulerHalf:
@@ -268,7 +255,7 @@ class SchedulerHalf:
     def ended(self, request: Any) -> None:
         """A request has ended."""
         self._asked.discard(request.request_id)
-        self.pins.forget(each.identifier for each in request.mm_features or ())
+        self.pins.let_go(each.identifier for each in request.mm_features or ())
 
     def close(self) -> None:
         """Gives all pins back."""
