@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -91,15 +91,15 @@ class EncoderEngine:
         options: of ``LLM``, beside those that keep the tiny model tiny.
 
     Attributes:
-        scheduler, worker: both halves of the connector.
-        encoded: media that were encoded so far.
+        scheduler, worker: both halves of the connector; None: there is none, or it is in a process of several workers.
+        encoded: media that were encoded so far, in this process.
     """
 
     def __init__(self, model: str, transfer: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
         os.environ |= {**QUIET_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         from vllm import LLM
         from vllm.config import ECTransferConfig
-        from vllm.distributed.ec_transfer import get_ec_transfer
+        from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 
         config = None if transfer is None else ECTransferConfig(**transfer)
         self._llm: Any = LLM(model, **{**_OPTIONS, "ec_transfer_config": config, **options})
@@ -107,8 +107,10 @@ class EncoderEngine:
         core = self._llm.llm_engine.engine_core.engine_core
         self._side = core.vllm_config.model_config.hf_config.vision_config.image_size
         self.scheduler: Any = core.scheduler.ec_connector
-        self.worker: Any = None if transfer is None else get_ec_transfer()
+        self.worker: Any = get_ec_transfer() if has_ec_transfer() else None
         self.encoded = 0
+        if not hasattr(core.model_executor, "driver_worker"):
+            return
         runner = core.model_executor.driver_worker.worker.model_runner
         execute = runner._execute_mm_encoder
 
@@ -142,6 +144,11 @@ class EncoderEngine:
             for output in outputs
         ]
         return Answered(answers, self.encoded - encoded, cpu_ms)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Calls a function in each worker, behind which it has that; returns what it has returned there."""
+        called: list[Any] = self._llm.collective_rpc(function, args=arguments)
+        return called
 
     def close(self) -> None:
         """Ends it, and its connector with it."""

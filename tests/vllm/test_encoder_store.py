@@ -69,7 +69,7 @@ def make(settings: EncoderSettings) -> Iterator[Callable[..., WorkerHalf]]:
 
     yield start
     for worker in made:
-        worker.close()
+        worker._store.close()
 
 
 def output(number: int, rows: int = ROWS) -> torch.Tensor:
@@ -201,6 +201,25 @@ def test_copies_to_a_device_are_made_once_and_their_sources_held(ring: threads.R
     assert ring.statistics().kept_pinned == 1, "the copy may be under way"
     held.clear()
     until(lambda: ring.statistics().kept_pinned == 0)
+
+
+def test_what_one_of_several_workers_cant_load_all_of_them_encode(
+    ring: threads.Ring, make: Callable[..., WorkerHalf]
+) -> None:
+    told: list[list[bool]] = []
+
+    def agree(have: list[bool]) -> list[bool]:
+        told.append(have)
+        return [True, False, False]
+
+    encoder, reader = make(keep=True), make(agree=agree)
+    save(encoder, 1, 2)
+    until(lambda: ring.statistics().kept == 2)
+    message, cache = step(1, 2, 3), Cache()
+    reader.load(cache, message)
+    assert told == [[True, True, False]]
+    assert ([*cache], message.encoded) == ([name(1)], {"r": [1, 2]})
+    until(lambda: ring.statistics().kept_pinned == 1)
 
 
 def test_what_the_store_has_lost_is_kept_again_when_a_request_comes_with_it(

@@ -181,9 +181,25 @@ def test_what_is_lost_between_the_look_up_and_the_load_is_encoded(
         until(lambda: ring.statistics().kept == 2)
         expected, _ = alone.ask([20, 21])
         until(lambda: ring.statistics().clients == 5)  # the scheduler of an engine that only encodes asks for nothing
-        assert consumers[0].say(lose=True) == {}
+        assert consumers[0].say(lose=0) == {}
         assert consumers[0].ask([20, 21]) == (expected, 2)
         assert consumers[1].ask([20, 21]) == (expected, 0)
+
+
+def test_workers_that_encode_together_all_encode_what_one_of_them_has_lost(
+    start: Callable[..., Engine], extra: dict[str, Any]
+) -> None:
+    """If one did it alone, it would wait for the other one for ever."""
+    with serve(extra) as ring:
+        encoder, two = start("ec_producer"), start("ec_consumer", tensor_parallel_size=2)
+        encoder.ask([25], [26])
+        until(lambda: ring.statistics().kept == 2)
+        two.say(lose=1)
+        (answer,), _ = two.ask([25])
+        assert len(answer) == 4, "a token after another"
+        two.ask([26])
+        assert two.say(count="loaded") == {"counts": [1, 1]}
+        assert two.say(count="encoded after all") == {"counts": [1, 1]}
 
 
 def test_where_media_are_counted_vllm_does_not_start_and_says_what_to_do(start: Callable[..., Engine]) -> None:

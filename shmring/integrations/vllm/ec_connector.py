@@ -16,6 +16,7 @@ of everything that makes these bytes what they are (:mod:`~shmring.integrations.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,14 +95,15 @@ class ShmringECConnector(ECConnectorBase):  # type: ignore[misc] # vLLM is not i
 
     def _make_worker(self) -> WorkerHalf | None:
         """Returns this worker's half; None: it neither loads nor keeps anything."""
-        tensor_rank = get_tp_group().rank_in_group
-        keeps = self.is_producer and tensor_rank == 0  # each of a group has the whole output
+        group = get_tp_group()
+        keeps = self.is_producer and group.rank_in_group == 0  # each of a group has the whole output
         if not get_pp_group().is_first_rank or not (keeps or self.is_consumer):  # vLLM uses the connectors of the first stage
             return None
-        self._store = EncoderStore.create(self._settings, f"vLLM worker {tensor_rank}", use="keep" if keeps else "load")
+        self._store = EncoderStore.create(self._settings, f"vLLM worker {group.rank_in_group}", use="keep" if keeps else "load")
         device = torch.device(current_platform.device_type)
         hold = QueuedCopies(_recorded).started if device.type == "cuda" else None
-        return WorkerHalf(self._store, self._keys, device=device, keep=keeps, hold=hold)
+        agree = functools.partial(_of_all, group.cpu_group) if group.world_size > 1 else None
+        return WorkerHalf(self._store, self._keys, device=device, keep=keeps, hold=hold, agree=agree)
 
     def _make_scheduler(self) -> SchedulerHalf:
         if self.is_consumer:
@@ -112,9 +114,7 @@ class ShmringECConnector(ECConnectorBase):  # type: ignore[misc] # vLLM is not i
     def _find(self, identifiers: Sequence[str]) -> list[Kept[Any] | None]:
         """Looks outputs up for the scheduler."""
         assert self._store is not None
-        keys = [self._keys.of(identifier) for identifier in identifiers]
-        found = iter(self._store.find([key for key in keys if key is not None], self._settings.look_s))
-        contents = [None if key is None else next(found) for key in keys]
+        contents = self._store.find([self._keys.of(identifier) for identifier in identifiers], self._settings.look_s)
         self._store.counts["looked for, and found"] += sum(content is not None for content in contents)
         self._store.counts["looked for, and not found"] += contents.count(None)
         return contents
@@ -200,6 +200,13 @@ class ShmringECConnector(ECConnectorBase):  # type: ignore[misc] # vLLM is not i
         self._half.ended(request)
         items = collect_ec_item_metadata(request.mm_features, self._media) if self.is_producer else None
         return False, items or None
+
+
+def _of_all(group: Any, have: Sequence[bool]) -> list[bool]:
+    """Returns what all workers of a group have. Each of them calls this, with so many."""
+    flags = torch.tensor(have, dtype=torch.uint8, device="cpu")
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN, group)
+    return flags.bool().tolist()
 
 
 def _recorded() -> torch.cuda.Event:

@@ -152,11 +152,11 @@ class EncoderStore:
 
     # -- finding -------------------------------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[bytes], timeout_s: float) -> list[Kept[Any] | None]:
+    def find(self, keys: Sequence[bytes | None], timeout_s: float) -> list[Kept[Any] | None]:
         """Looks for outputs, with one round trip for all of them.
 
         Args:
-            keys: of them.
+            keys: of them, each another one; None for what has no key, and is not there.
             timeout_s: how long the caller may be kept waiting.
 
         Returns:
@@ -166,7 +166,7 @@ class EncoderStore:
         if client is None:
             return [None] * len(keys)
         try:
-            found = client.find_many(keys, timeout=timeout_s)
+            found = iter(client.find_many([key for key in keys if key is not None], timeout=timeout_s))
         except TimeoutError as error:
             self._ask_again_s = self._now() + _PAUSE_S
             self._say("silent", "shmring: the store %r does not answer, so encoders work as without it: %s", self.name, error)
@@ -176,7 +176,7 @@ class EncoderStore:
             self._say_absent(error)
         else:
             self._said -= {"absent", "silent", "pins"}
-            return found
+            return [None if key is None else next(found) for key in keys]
         return [None] * len(keys)
 
     def view(self, content: Kept[Any]) -> torch.Tensor | None:

@@ -3,7 +3,8 @@
 Theory of operation. Before a step, what its message names is looked up, with one round trip. On a CPU, vLLM's cache gets a view
 of the store's memory, which is pinned for as long as the view lives. On a GPU, one copy is queued, and what it reads is held
 until it is over. The scheduler has pinned all of it, so it is there. If it is not (the store has ended in this moment), the
-worker adds the medium to what is encoded in this step.
+worker adds the medium to what is encoded in this step. Workers that compute an encoder together do so together: what one of them
+can't load, all encode, or one would wait for the others for ever.
 
 What was encoded is copied into the store once, by one of the workers that have it. If a request comes with a medium whose
 output this worker has from an earlier step, and the store has lost it, it is kept again.
@@ -36,6 +37,7 @@ class WorkerHalf:
         device: that outputs are on.
         keep: whether this worker keeps what is encoded.
         hold: holds a tensor until the copies are over that were queued on the current stream; None: copies are not queued.
+        agree: says of each output whether all workers that encode together have it, and waits for them; None: it is the only one.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class WorkerHalf:
         device: torch.device,
         keep: bool,
         hold: Callable[[torch.Tensor], object] | None = None,
+        agree: Callable[[Sequence[bool]], Sequence[bool]] | None = None,
     ) -> None:
         self._store = store
         self._keys = keys
         self._device = device
         self._keep = keep
         self._hold = hold
+        self._agree = agree
         self._has_said = False
 
     def load(self, cache: dict[str, torch.Tensor], step: Step) -> int | None:
@@ -70,8 +74,10 @@ class WorkerHalf:
         if not step.loads:
             return None
         wanted = [load for load in step.loads if load.identifier not in cache]
-        for load, view in zip(wanted, self._views(wanted), strict=True):
-            if view is None:
+        views = self._views(wanted)
+        have = [view is not None for view in views]
+        for load, view, all_have in zip(wanted, views, have if self._agree is None else self._agree(have), strict=True):
+            if view is None or not all_have:
                 self._encode(load, step)
             else:
                 cache[load.identifier] = self._on_device(view)
@@ -80,9 +86,7 @@ class WorkerHalf:
 
     def _views(self, loads: Sequence[Load]) -> list[torch.Tensor | None]:
         """Returns outputs where they lie in the store; None for what is not there as it should be."""
-        keys = [self._keys.of(load.identifier) for load in loads]
-        found = iter(self._store.find([key for key in keys if key is not None], _LOAD_S) if loads else ())
-        contents = [None if key is None else next(found) for key in keys]
+        contents = self._store.find([self._keys.of(load.identifier) for load in loads], _LOAD_S) if loads else []
         views = [None if content is None else self._store.view(content) for content in contents]
         return [view if self._fits(view, load) else None for view, load in zip(views, loads, strict=True)]
 
@@ -150,7 +154,3 @@ class WorkerHalf:
         for identifier, content in zip(kept, found, strict=True):
             if content is None:
                 self.save(cache, identifier)
-
-    def close(self) -> None:
-        """Leaves the store."""
-        self._store.close()
