@@ -203,9 +203,7 @@ def test_copies_to_a_device_are_made_once_and_their_sources_held(ring: threads.R
     until(lambda: ring.statistics().kept_pinned == 0)
 
 
-def test_what_one_of_several_workers_cant_load_all_of_them_encode(
-    ring: threads.Ring, make: Callable[..., WorkerHalf]
-) -> None:
+def test_what_one_of_several_workers_cant_load_all_of_them_encode(ring: threads.Ring, make: Callable[..., WorkerHalf]) -> None:
     told: list[list[bool]] = []
 
     def agree(have: list[bool]) -> list[bool]:

@@ -3,8 +3,8 @@
 Theory of operation. Before a step, what its message names is looked up, with one round trip. On a CPU, vLLM's cache gets a view
 of the store's memory, which is pinned for as long as the view lives. On a GPU, one copy is queued, and what it reads is held
 until it is over. The scheduler has pinned all of it, so it is there. If it is not (the store has ended in this moment), the
-worker adds the medium to what is encoded in this step. Workers that compute an encoder together do so together: what one of them
-can't load, all encode, or one would wait for the others for ever.
+worker adds the medium to what is encoded in this step. Workers that compute an encoder together do so together: what one of
+them can't load, all encode. One that did it alone would wait for the others for ever.
 
 What was encoded is copied into the store once, by one of the workers that have it. If a request comes with a medium whose
 output this worker has from an earlier step, and the store has lost it, it is kept again.
@@ -37,7 +37,7 @@ class WorkerHalf:
         device: that outputs are on.
         keep: whether this worker keeps what is encoded.
         hold: holds a tensor until the copies are over that were queued on the current stream; None: copies are not queued.
-        agree: says of each output whether all workers that encode together have it, and waits for them; None: it is the only one.
+        agree: says of each output whether all workers that encode together have it, and waits for them; None: there is one.
     """
 
     def __init__(
