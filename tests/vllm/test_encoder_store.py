@@ -365,8 +365,8 @@ def test_a_store_is_started_if_that_is_asked_for_and_started_again(
 ) -> None:
     settings = EncoderSettings(store="own", start=True, slab=16 << 20, socket_dir=str(socket_dir))
     started = _started(monkeypatch)
+    encoder, reader = make(settings, keep=True), make(settings)
     try:
-        encoder, reader = make(settings, keep=True), make(settings)
         save(encoder, 1)
         assert until(lambda: loaded(reader, 1)[0] == [1])
         (first,) = started
@@ -375,6 +375,9 @@ def test_a_store_is_started_if_that_is_asked_for_and_started_again(
         save(encoder, 2)
         assert until(lambda: loaded(reader, 2)[0] == [2])
     finally:
+        for worker in (encoder, reader):  # or they would start the next one
+            worker._store.close()
+            worker._store._thread.join()
         for process in started:
             end(process)
 
