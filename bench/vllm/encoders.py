@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ from bench.plan import Plan, Timing
 from bench.programs import Program
 from bench.targets import Target, medians, ratios
 from bench.vllm.encoder_engine import CONNECTOR, Order, Seen
+from shmring.engine.store.process import Ready
+from shmring.processes.process import Process
 
 _OURS, _FILES, _WITHOUT = "shmring", "ECExampleConnector", "without"
 WAYS = (_OURS, _FILES, _WITHOUT)
@@ -35,6 +38,7 @@ _SIDE, _WIDTH, _PATCHES = 720, 4096, 45
 _PICTURES = 4
 _SLAB, _KEPT = "512MiB", "384MiB"
 _ORDER_LIMIT_S = 600.0  # a hundred times what one takes
+_START_LIMIT_S = 60.0  # of a store, which imports torch
 
 _OPTIONS = {
     "max_model_len": 3072,
@@ -130,7 +134,7 @@ def pair(way: str, installation: Path, model: Path) -> Iterator[Pair]:
         python = str(installation / "bin" / "python")
         transfer: dict[str, Any] | None = None
         if way == _OURS:
-            stack.enter_context(_store(python, directory))
+            stack.enter_context(_store(directory))
             transfer = CONNECTOR | {"ec_connector_extra_config": {"store": "encoders", "socket_dir": directory}}
         elif way == _FILES:
             files.mkdir()
@@ -150,15 +154,13 @@ def pair(way: str, installation: Path, model: Path) -> Iterator[Pair]:
 
 
 @contextlib.contextmanager
-def _store(python: str, directory: str) -> Iterator[None]:
-    """A store in a process of its own, which is there when engines have started."""
+def _store(directory: str) -> Iterator[None]:
+    """A store in a process of its own; it is there."""
     options = [f"--slab={_SLAB}", f"--kept-nbytes={_KEPT}", f"--socket-dir={directory}", "--log-level=warning"]
-    process = subprocess.Popen([python, "-m", "shmring.engine.store", "encoders", *options], cwd=directory)
-    try:
+    command = [sys.executable, "-m", "shmring.engine.store", "encoders", *options]
+    with Process.start(command, ready_flag="--ready-fd=", cwd=ROOT) as process:
+        process.wait_until_ready(Ready, _START_LIMIT_S)
         yield
-    finally:
-        process.terminate()
-        process.wait()
 
 
 # -- what came of it ---------------------------------------------------------------------------------------------------------
