@@ -1,4 +1,4 @@
-"""A store as a process: keeps content until it is told to end, or until nobody has used it for long.
+"""A store as a process: keeps content, and hands deliveries out, until it is told to end or nobody has used it for long.
 
 When a signal tells it to end, it drains for ``shutdown_timeout_s``: it keeps nothing new, and waits until no client uses its
 content. A second signal ends it at once.
@@ -16,6 +16,7 @@ import uvloop
 
 import shmring
 from shmring.core.loggers import logger_of
+from shmring.engine.store.deliveries import Deliveries
 from shmring.engine.store.metrics import serve_metrics
 from shmring.engine.store.settings import StoreSettings
 from shmring.processes.child import say_ready
@@ -72,11 +73,13 @@ async def _serve(settings: StoreSettings, ready_fd: int | None) -> None:
     stop.heed_signals()
     async with shmring.serve(settings.name, settings.ring) as ring, contextlib.AsyncExitStack() as closing:
         facts = {"name": settings.name, "engines": 1, "pid": os.getpid()}  # as ServerFacts, for `shmring drain`
-        ring.add_to_snapshots(lambda: {"store": facts})
+        deliveries = Deliveries(asyncio.get_running_loop().time)
+        ring.add_to_snapshots(lambda: {"store": facts, "deliveries": deliveries.describe()})
         port = None
         if settings.port is not None:
             port = await closing.enter_async_context(serve_metrics(ring, settings.host, settings.port))
-        refusing = asyncio.ensure_future(_refuse_requests(ring))
+        answering = asyncio.ensure_future(_answer_requests(ring, deliveries))
+        dropping = asyncio.ensure_future(deliveries.drop_old_in_time())
         counts = ring.statistics()
         logger.info(
             "%s is ready: slab %d bytes, for content %d", settings.name, counts.slab_nbytes, counts.kept_capacity_nbytes
@@ -86,14 +89,15 @@ async def _serve(settings: StoreSettings, ready_fd: int | None) -> None:
             say_ready(ready_fd, Ready(os.getpid(), port))
         await _until_told(ring, stop, settings)
         await _drain(ring, stop, settings.shutdown_timeout_s)
-        await refusing
+        dropping.cancel()
+        await answering
     logger.info("%s has ended", settings.name)
 
 
-async def _refuse_requests(ring: shmring.Ring) -> None:
-    """A client may not know what it talks to; its requests end at once, and take no memory from content."""
+async def _answer_requests(ring: shmring.Ring, deliveries: Deliveries) -> None:
+    """Deliveries are answered. A client may not know what it talks to; other requests end at once, and take no memory."""
     async for claim in ring:
-        claim.fail(NotImplementedError("a store keeps content, and answers no requests"))
+        deliveries.answer(claim)
 
 
 async def _until_told(ring: shmring.Ring, stop: Stop, settings: StoreSettings) -> None:

@@ -1,0 +1,186 @@
+"""A store's half of deliveries: content that one process has delivered under a name, until another one takes it.
+
+Theory of operation. Three requests, of which :mod:`shmring.client.deliveries` has the other half. ``deliver`` has the content
+as its payload, so its claim keeps it pinned: that claim is left when the delivery is over, and then whoever delivered it is
+told. ``take`` is answered with the key of a delivery, at once or when one comes; it says that it has the content by ending its
+request. ``withdraw`` has a process take its own deliveries back.
+
+Whoever dies takes nothing from others. What a dead process has delivered can be taken for a while; what was handed out to a
+process that died is over. What nobody takes goes in the end, so nothing stays for ever in a store that goes on.
+
+Invariants: a name has a delivery, or processes that wait for one, or neither. Each delivery's claim is left once. No callback
+of a claim raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from shmring import AbortedError, Claim, WouldBlock
+from shmring.client.deliveries import ABSENT, DELIVER, TAKE, WITHDRAW
+from shmring.door import KEY_NBYTES
+
+__all__ = ["Deliveries"]
+
+#: What nobody has taken for so long is dropped: an inference server has failed the request that it belongs to long before.
+_UNTAKEN_S = 900.0
+
+#: The same, if its sender has gone, or has given it up: who still wants it is asking for it already.
+_ALONE_S = 60.0
+
+_LOOK_S = 5.0  # between two looks for what has become too old
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Delivery:
+    """Content on its way.
+
+    Attributes:
+        name, key: of it.
+        claim: which keeps it pinned.
+        goes_s: when it is dropped, if nobody has taken it.
+    """
+
+    name: bytes
+    key: bytes
+    claim: Claim[Any]
+    goes_s: float
+
+
+class Deliveries:
+    """What was delivered to a store and not taken, and who waits for what.
+
+    Args:
+        clock: tells the time, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._untaken: dict[bytes, _Delivery] = {}
+        self._waiting: dict[bytes, dict[Claim[Any], None]] = {}  # in line
+        self._handed_out: dict[Claim[Any], _Delivery] = {}  # by the claim of who takes it, who has not said that it has it
+        self._taken = self._withdrawn = self._dropped = 0
+
+    def describe(self) -> dict[str, int]:
+        """Returns what is here, and what became of what was here, for a snapshot of the ring."""
+        return {
+            "untaken": len(self._untaken),
+            "untaken_nbytes": sum(delivery.claim.nbytes for delivery in self._untaken.values()),
+            "waiting": sum(map(len, self._waiting.values())),
+            "taken": self._taken,
+            "withdrawn": self._withdrawn,
+            "dropped": self._dropped,
+        }
+
+    def answer(self, claim: Claim[Any]) -> None:
+        """Answers a request to the store, now or later."""
+        if claim.aborted:
+            claim.release()
+            return
+        match claim.payload:
+            case [word, bytes() as name, bytes() as key, _] if word == DELIVER and len(name) == len(key) == KEY_NBYTES:
+                self._deliver(claim, name, key)
+            case [word, bytes() as name] if word == TAKE and len(name) == KEY_NBYTES:
+                self._take(claim, name)
+            case [word, [*names]] if word == WITHDRAW:
+                self._withdraw(claim, names)
+            case _:
+                claim.fail(NotImplementedError("a store keeps content, and answers no requests"))
+
+    # -- what comes, and who takes it --------------------------------------------------------------------------------------
+
+    def _deliver(self, claim: Claim[Any], name: bytes, key: bytes) -> None:
+        delivery = _Delivery(name, key, claim, self._clock() + _UNTAKEN_S)
+        claim.on_abort(functools.partial(self._left_alone, delivery))
+        replaced = self._untaken.pop(name, None)
+        if replaced is not None:
+            replaced.claim.done()
+        while (taker := self._next_in_line(name)) is not None:
+            if self._hand_out(delivery, taker):
+                return
+        self._untaken[name] = delivery
+
+    def _take(self, taker: Claim[Any], name: bytes) -> None:
+        taker.on_abort(functools.partial(self._taker_left, taker, name))
+        delivery = self._untaken.get(name)
+        if delivery is not None:
+            if self._hand_out(delivery, taker):
+                del self._untaken[name]
+        elif self._say(taker, ABSENT):
+            self._waiting.setdefault(name, {})[taker] = None
+
+    def _hand_out(self, delivery: _Delivery, taker: Claim[Any]) -> bool:
+        """Tells a taker the key; returns whether the taker can hear it."""
+        if not self._say(taker, delivery.key):
+            return False
+        self._handed_out[taker] = delivery
+        return True
+
+    def _say(self, taker: Claim[Any], answer: bytes) -> bool:
+        """Answers a taker. One that does not read what it is told is passed over: it may ask again."""
+        try:
+            taker.reply_nowait(answer)
+        except AbortedError:
+            return False  # its callback follows
+        except WouldBlock as error:
+            taker.fail(error)
+            return False
+        return True
+
+    def _next_in_line(self, name: bytes) -> Claim[Any] | None:
+        """Takes the first process out of line that waits for a name."""
+        line = self._waiting.get(name)
+        if line is None:
+            return None
+        taker = next(iter(line))
+        self._leave_line(taker, name)
+        return taker
+
+    def _leave_line(self, taker: Claim[Any], name: bytes) -> None:
+        line = self._waiting.get(name, {})
+        line.pop(taker, None)
+        if not line:
+            self._waiting.pop(name, None)
+
+    def _taker_left(self, taker: Claim[Any], name: bytes) -> None:
+        """A taker has ended its request: it has the content, or waits no more, or is dead."""
+        self._leave_line(taker, name)
+        delivery = self._handed_out.pop(taker, None)
+        taker.release()
+        if delivery is not None:
+            self._taken += 1
+            delivery.claim.done()
+
+    # -- what nobody takes -------------------------------------------------------------------------------------------------
+
+    def _withdraw(self, claim: Claim[Any], names: list[Any]) -> None:
+        for name in names:
+            delivery = self._untaken.get(name) if isinstance(name, bytes) else None
+            if delivery is not None and delivery.claim.client_id == claim.client_id:
+                del self._untaken[delivery.name]
+                self._withdrawn += 1
+                delivery.claim.done()
+        claim.done()
+
+    def _left_alone(self, delivery: _Delivery) -> None:
+        """The sender has given a delivery up, or has gone."""
+        delivery.goes_s = min(delivery.goes_s, self._clock() + _ALONE_S)
+
+    def drop_old(self) -> None:
+        """Drops what nobody has taken for long."""
+        now_s = self._clock()
+        for delivery in [each for each in self._untaken.values() if each.goes_s <= now_s]:
+            del self._untaken[delivery.name]
+            self._dropped += 1
+            nbytes = delivery.claim.nbytes
+            delivery.claim.time_out(f"nobody has taken these {nbytes} bytes in time")
+
+    async def drop_old_in_time(self) -> None:
+        """Does so until it is cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self.drop_old()
