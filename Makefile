@@ -120,7 +120,7 @@ VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 
 test-vllm: $(VLLM_INSTALLED)
-	$(VLLM)/bin/python -m pytest tests/vllm tests/plug_ins
+	$(VLLM)/bin/python -m pytest tests/vllm tests/omni tests/plug_ins
 	$(VLLM)/bin/python -m tests.leftovers
 
 demo-vllm: $(VLLM_INSTALLED)

