@@ -17,6 +17,7 @@ from bench.fan_out.command import fan_out_command
 from bench.gpu.command import gpu_command
 from bench.isolation.command import isolation_command
 from bench.machine import ROOT
+from bench.omni.command import omni_command
 from bench.ray.command import ray_command
 from bench.request import request_command
 from bench.serving.command import serve_command
@@ -47,6 +48,7 @@ for command in (
     workers_command,
     encoders_command,
     sglang_command,
+    omni_command,
     ray_command,
     steps_command,
     quick_command,

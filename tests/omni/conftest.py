@@ -14,7 +14,7 @@ import pytest
 from shmring.integrations.environment import run_variable
 from shmring.integrations.omni import CONNECTOR, register
 from tests.nursery import Forked, Nursery
-from tests.omni import layer
+from bench.omni import layer
 from tests.waiting import until
 
 _STORE = "import runpy; runpy.run_module('shmring.engine.store', run_name='__main__', alter_sys=True)"

@@ -16,7 +16,7 @@ import pytest
 
 import shmring
 from tests.nursery import Nursery
-from tests.omni import layer
+from bench.omni import layer
 from tests.omni.chunks import HANGS_S, chunk, number_of
 from tests.omni.conftest import NAME
 from tests.omni.test_connector import deliveries
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(600)
 _STAGE = """
 import sys
 from pathlib import Path
-from tests.omni import layer
+from bench.omni import layer
 layer.load(Path(sys.argv[1]))
 from shmring.integrations.omni import CONNECTOR, register
 register()

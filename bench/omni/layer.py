@@ -1,11 +1,12 @@
-"""vLLM-Omni's connector layer without the rest of it: its own files, unchanged, of a package whose requirements need GPUs.
+"""vLLM-Omni's connector layer without the rest of it: its own files, unchanged, of a package whose requirements need GPUs. For
+the benchmark and for tests.
 
 The layer is the factory, the base class, the connector for shared memory, the serializer, the reading of YAML, and the loops
 that put and get. Packages around it are empty: importing the real ones imports models. ``vllm.outputs``, which the serializer
 knows, is real where vLLM is installed, and two small classes elsewhere.
 
-The files are found in ``OMNI_SOURCES``, which has the directory ``vllm_omni`` of a wheel; in the environment that ``make test-vllm``
-makes; or where the package is installed.
+The files are found in ``OMNI_SOURCES``, which has the directory ``vllm_omni`` of a wheel; in the environment that
+``make test-vllm`` makes; or where the package is installed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = ["WHY_NOT", "load", "loaded", "sources"]
 
 WHY_NOT = "vLLM-Omni is not here: make test-vllm gets its sources, or OMNI_SOURCES names the directory that has vllm_omni"
 
+_ROOT = Path(__file__).resolve().parents[2]
 _EMPTY = (
     "vllm_omni",
     "vllm_omni.distributed",
@@ -39,7 +41,7 @@ _SEGMENTS = ("shm_write_bytes", "shm_read_bytes")  # what the layer uses of stag
 def sources() -> Path | None:
     """Returns the directory that has the package; None: there is none."""
     given = os.environ.get("OMNI_SOURCES")
-    places = [Path(given)] if given else sorted((Path(sys.prefix) / "omni").glob("*"))
+    places = [Path(given)] if given else sorted((_ROOT / ".venv-vllm" / "omni").glob("*"))
     with contextlib.suppress(ValueError):  # the layer is loaded
         if (spec := importlib.util.find_spec("vllm_omni")) is not None and spec.origin is not None:
             places.append(Path(spec.origin).parents[1])
@@ -67,7 +69,7 @@ def loaded(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        stands_in = not getattr(sys.modules["vllm"], "__file__", None)
+        stands_in = getattr(sys.modules.get("vllm"), "__file__", None) is None
         for name in list(sys.modules):
             top = name.split(".")[0]
             if top == "vllm_omni" or (top == "vllm" and stands_in) or name == "shmring.integrations.omni.connector":
