@@ -1,1 +1,1 @@
-"""``bench omni``: what vLLM-Omni's stages pass on, by its own connector and by shmring's, with vLLM-Omni's own code around them."""
+"""``bench omni``: what vLLM-Omni's stages pass on, by its own connector and by shmring's, with its own code around them."""

@@ -65,7 +65,9 @@ TARGETS = (
     _cpu_of_its_own(_SMALL, 1.0),
     _cpu_of_its_own(_MIDDLE, 0.25),
     _cpu_of_its_own(_LARGE, 0.1),
-    Target("CPU of a receiver that waits", "a second", 1.0, "ms", medians(WOKEN, "cpu_ms", {"woken": _WAITING}), at_least=False),
+    Target(
+        "CPU of a receiver that waits", "a second", 1.0, "ms", medians(WOKEN, "cpu_ms", {"woken": _WAITING}), at_least=False
+    ),
 )
 
 PLAN = Plan(
@@ -76,9 +78,9 @@ PLAN = Plan(
     targets=TARGETS,
     titles=_TITLES,
     notes=[
-        "vLLM-Omni's own factory, serializer, connector and receiving loop, unchanged, between two processes; no model. CPU is of both "
-        "stages and the store, for each chunk; of a receiver that waits, in a second. The receiver reads one value of each tensor. The "
-        "processes of all ways run at the same time."
+        "vLLM-Omni's own factory, serializer, connector and receiving loop, unchanged, between two processes; no model. CPU is of "
+        "both stages and the store, for each chunk; of a receiver that waits, in a second. The receiver reads one value of each "
+        "tensor. The processes of all ways run at the same time."
     ],
 )
 

@@ -78,7 +78,9 @@ def loaded(directory: Path) -> Iterator[None]:
 
 def _load_segments(path: Path) -> None:
     """Takes two functions of a module that imports the platform's devices."""
-    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name in _SEGMENTS]
+    functions = [
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name in _SEGMENTS
+    ]
     assert len(functions) == len(_SEGMENTS), f"{path} has no {' and '.join(_SEGMENTS)}"
     name = "vllm_omni.entrypoints.stage_utils"
     module = sys.modules[name] = ModuleType(name)

@@ -4,8 +4,8 @@
 :class:`Measurement`.
 
 What is vLLM-Omni's: the factory, the serializer, ``SharedMemoryConnector``, and the loop that receives (a question for each
-request that waits, and then a pause of a millisecond). ``woken`` is shmring's connector without that loop: the receiver waits in
-``get_with_deadline``. The sender puts one chunk after the other, with a pause in which the receiver can take it.
+request that waits, and then a pause of a millisecond). ``woken`` is shmring's connector without that loop: the receiver waits
+in ``get_with_deadline``. The sender puts one chunk after the other, with a pause in which the receiver can take it.
 """
 
 from __future__ import annotations

@@ -158,7 +158,9 @@ class Deliveries:
             with contextlib.suppress(WouldBlock):  # this client has pinned as much as it may, until views of that die
                 kept = await self._client.find(key)
                 if kept is None:
-                    raise RemoteProtocolError("what was delivered is not there: its sender has named a key that it had not kept")
+                    raise RemoteProtocolError(
+                        "what was delivered is not there: its sender has named a key that it had not kept"
+                    )
                 return kept
             await asyncio.sleep(_ROOM_S)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from bench.omni import layer
 from shmring.integrations.environment import run_variable
 from shmring.integrations.omni import CONNECTOR, register
 from tests.nursery import Forked, Nursery
-from bench.omni import layer
 from tests.waiting import until
 
 _STORE = "import runpy; runpy.run_module('shmring.engine.store', run_name='__main__', alter_sys=True)"

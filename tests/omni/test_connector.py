@@ -35,6 +35,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)
 
+
 def deliveries(directory: Path) -> dict[str, Any]:
     snapshot = asyncio.run(shmring.inspect(NAME, socket_dir=str(directory)))
     described: dict[str, Any] = snapshot.program["deliveries"]
@@ -212,7 +213,7 @@ def test_who_waits_is_woken(omni: SimpleNamespace, store: Any, connector: Any, s
     assert number_of(waiting.ended(HANGS_S)[0]) == 3
 
 
-def test_a_round_in_vain_waits_for_anything_to_come(omni: SimpleNamespace, store: Any, connector: Any, socket_dir: Path) -> None:
+def test_a_round_in_vain_waits_for_anything(omni: SimpleNamespace, store: Any, connector: Any, socket_dir: Path) -> None:
     sender, receiver = connector(0), connector(1, shmring_poll_wait_s=HANGS_S)
     assert [receiver.get("0", "1", key) for key in ("a", "b")] == [None, None]
     waiting = Thread(lambda: [receiver.get("0", "1", key) for key in ("a", "b")])
@@ -377,7 +378,7 @@ def test_a_store_is_started_and_started_again(
         until(lambda: not Path(f"/proc/{first}").exists() or Path(f"/proc/{first}/stat").read_text().split()[2] == "Z")
 
 
-def test_what_nobody_has_got_goes_with_the_connector(omni: SimpleNamespace, store: Any, connector: Any, socket_dir: Path) -> None:
+def test_what_nobody_got_goes_with_the_connector(omni: SimpleNamespace, store: Any, connector: Any, socket_dir: Path) -> None:
     sender = connector(0)
     for number in range(3):
         assert sender.put("0", "1", f"r_{number}", chunk(number))[0]

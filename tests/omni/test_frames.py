@@ -82,7 +82,13 @@ def test_arrays_come_as_they_were_and_are_read_only(array: np.ndarray[Any, Any])
 def test_what_is_around_tensors_comes_at_any_depth() -> None:
     data = {
         "codes": {"audio": torch.ones(4, 8, dtype=torch.bfloat16), "ids": list(range(50_000))},
-        "meta": {"finished": torch.tensor(True), "text": "ä" * 10_000, "nothing": None, "bytes": b"\0\1", 7: [1.5, [torch.zeros(3)]]},
+        "meta": {
+            "finished": torch.tensor(True),
+            "text": "ä" * 10_000,
+            "nothing": None,
+            "bytes": b"\0",
+            7: [1.5, [torch.zeros(3)]],
+        },
         "layers": [torch.full((5, 5), float(number)) for number in range(300)],
     }
     assert_same(passed_on(data), data)
@@ -134,7 +140,14 @@ def test_damage_is_noticed() -> None:
 
 
 def test_lies_about_tensors_are_noticed() -> None:
-    for lie in [("float32", (1100,), 0), ("float32", (10,), 1 << 40), ("float32", (-1,), 0), ("Tensor", (1,), 0), ("float32", (10,), -8)]:
+    lies = [
+        ("float32", (1100,), 0),
+        ("float32", (10,), 1 << 40),
+        ("float32", (-1,), 0),
+        ("Tensor", (1,), 0),
+        ("float32", (10,), -8),
+    ]
+    for lie in lies:
         head = msgspec.msgpack.encode([msgspec.msgpack.Ext(1, msgspec.msgpack.encode(lie))])
         frame = pack({"x": torch.ones(1000)}, refuse)
         lying = type(frame)(frame.nbytes, head, [])

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import shmring
-from tests.nursery import Nursery
 from bench.omni import layer
+from tests.nursery import Nursery
 from tests.omni.chunks import HANGS_S, chunk, number_of
 from tests.omni.conftest import NAME
 from tests.omni.test_connector import deliveries
@@ -53,9 +53,7 @@ while True:
 
 
 @pytest.fixture
-def run_stage(
-    omni: SimpleNamespace, nursery: Nursery, socket_dir: Path, tmp_path: Path
-) -> Callable[[str, str], Any]:
+def run_stage(omni: SimpleNamespace, nursery: Nursery, socket_dir: Path, tmp_path: Path) -> Callable[[str, str], Any]:
     def run(kind: str, prefix: str) -> Any:
         output = tmp_path / f"{kind}-{prefix}"
         return nursery.start_text(output, _STAGE, str(layer.sources()), NAME, str(socket_dir), kind, prefix)
@@ -123,4 +121,3 @@ def test_a_killed_receiver_leaves_nothing(
     assert deliveries(socket_dir)["untaken"] == 0
     until(lambda: nothing_is_left(socket_dir, 1))
     assert sender.health()["failures"] == 0
-

@@ -76,7 +76,8 @@ class ShmringOmniConnector(SharedMemoryConnector):  # type: ignore[misc]  # vLLM
         """Passes data on. What another stage gets is as if it had come by vLLM-Omni's own serializer.
 
         Returns:
-            Whether it can be got now; its bytes; what ``get`` may be given as ``metadata``. There was no room or no store: False.
+            Whether it can be got now, which it can't if there was no room or no store; its bytes; what ``get`` may be given
+            as ``metadata``.
 
         Raises:
             TypeError: there is something in it that can't be sent.

@@ -179,9 +179,7 @@ class Exchange:
         self._is_closed = False
         if settings.start:
             _start_store(settings)
-        self._thread = LoopThread(
-            f"this connector to the store {settings.store!r}", functools.partial(self._open, description)
-        )
+        self._thread = LoopThread(f"this connector to the store {settings.store!r}", functools.partial(self._open, description))
         self._thread.open()
 
     async def _open(self, description: str) -> _InLoop:
