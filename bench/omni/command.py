@@ -78,9 +78,9 @@ PLAN = Plan(
     targets=TARGETS,
     titles=_TITLES,
     notes=[
-        "vLLM-Omni's own factory, serializer, connector and receiving loop, unchanged, between two processes; no model. CPU is of "
-        "both stages and the store, for each chunk; of a receiver that waits, in a second. The receiver reads one value of each "
-        "tensor. The processes of all ways run at the same time."
+        "vLLM-Omni's own factory, serializer, connector and receiving loop, unchanged, between two processes; no model. CPU is "
+        "of both stages and the store, for each chunk; of a receiver that waits, in a second. The receiver reads one value of "
+        "each tensor. The processes of all ways run at the same time."
     ],
 )
 

@@ -1,4 +1,4 @@
-"""Deliveries of a store: each goes to one taker, who is woken by it; the later of two stands; none is lost or stays for ever."""
+"""Deliveries of a store: each goes to one taker, who is woken by it; the later of two stands; none is lost or stays."""
 
 from __future__ import annotations
 

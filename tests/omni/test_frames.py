@@ -106,6 +106,11 @@ def test_tensors_that_take_part_in_training_are_passed_on_without_that() -> None
     assert not passed_on([torch.nn.Parameter(torch.ones(3))])[0].requires_grad
 
 
+@for_each("data", [b"", b"123", bytearray(b"45"), memoryview(b"6" * 100_000)])
+def test_bytes_alone_come_as_bytes(data: Any) -> None:
+    assert_same(passed_on(data), bytes(data))
+
+
 def test_structs_come_as_dicts() -> None:
     class Payload(msgspec.Struct):
         x: Any

@@ -32,7 +32,7 @@ __all__ = ["Frame", "pack", "unpack"]
 _PREFIX = struct.Struct("<II")
 _MAGIC = 0x314D4F53  # "SOM1": another layout has another one
 _ALIGNMENT = 64
-_TENSOR, _ARRAY = 1, 2  # codes of ext values
+_TENSOR, _ARRAY, _BYTES = 1, 2, 3  # codes of ext values
 _NOTHING: NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
@@ -103,6 +103,9 @@ def pack(data: Any, encode_other: Callable[[Any], Any]) -> Frame:
             return placed(_ARRAY, value.dtype.str, value.shape, flat.view(np.uint8) if value.nbytes else _NOTHING)
         return encode_other(value)
 
+    if isinstance(data, bytes | bytearray | memoryview):  # a KV cache: these are many, and are copied once as well
+        flat = np.frombuffer(data, np.uint8)
+        data = placed(_BYTES, "", flat.shape, flat)
     head = msgspec.msgpack.encode(data, enc_hook=encode)
     return Frame(_aligned(_PREFIX.size + len(head)) + end, head, parts)
 
@@ -127,22 +130,16 @@ def unpack(memory: torch.Tensor, decode_other: Callable[[Any], Any]) -> Any:
 
     def decode(code: int, data: memoryview) -> Any:
         name, shape, place = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], int])
-        if code == _TENSOR:
-            dtype = getattr(torch, name, None)
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"torch has no dtype {name!r}")
-            nbytes = math.prod(shape) * dtype.itemsize
-        else:
-            array_dtype = np.dtype(name)
-            nbytes = math.prod(shape) * array_dtype.itemsize
+        dtype = _torch_dtype(name) if code == _TENSOR else np.dtype(name or np.uint8)
+        nbytes = math.prod(shape) * dtype.itemsize
         if min(shape, default=0) < 0 or place < 0 or (nbytes and start + place + nbytes > array.nbytes):
             raise ValueError(f"a tensor of {nbytes} bytes does not lie in its frame")
         piece = array[start + place : start + place + nbytes]
-        if code == _TENSOR:
-            if not nbytes:
-                return torch.empty(shape, dtype=dtype)
-            return torch.from_numpy(piece).view(dtype).view(shape)
-        view = piece.view(array_dtype).reshape(shape)
+        if code == _BYTES:
+            return piece.tobytes()
+        if isinstance(dtype, torch.dtype):
+            return torch.from_numpy(piece).view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+        view = piece.view(dtype).reshape(shape)
         view.flags.writeable = False  # as vLLM-Omni's own decoder has it
         return view
 
@@ -151,3 +148,10 @@ def unpack(memory: torch.Tensor, decode_other: Callable[[Any], Any]) -> Any:
     except msgspec.MsgspecError as error:
         raise ValueError(f"the head of a frame can't be read: {error}") from error
     return decode_other(decoded)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype
