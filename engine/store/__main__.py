@@ -34,7 +34,7 @@ _READY_FD = click.Option(["--ready-fd"], type=int, hidden=True)
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 def main(name: str, ready_fd: int | None, **values: Any) -> None:
-    """Runs a store: it keeps content under keys for the processes of this machine, and answers no requests.
+    """Runs a store: it keeps content for the processes of this machine, under keys, and on its way from one to another.
 
     Content that nobody uses goes when its memory is wanted, the least recently used first. NAME is what clients connect to.
     """

@@ -33,6 +33,7 @@ def omni() -> Iterator[SimpleNamespace]:
         register()
         within = "vllm_omni.distributed.omni_connectors"
         yield SimpleNamespace(
+            directory=directory,
             factory=importlib.import_module(f"{within}.factory").OmniConnectorFactory,
             spec=importlib.import_module(f"{within}.utils.config").ConnectorSpec,
             configuring=importlib.import_module(f"{within}.utils.initialization"),
