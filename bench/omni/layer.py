@@ -1,9 +1,9 @@
 """vLLM-Omni's connector layer without the rest of it: its own files, unchanged, of a package whose requirements need GPUs. For
 the benchmark and for tests.
 
-The layer is the factory, the base class, the connector for shared memory, the serializer, the reading of YAML, and the loops
-that put and get. Packages around it are empty: importing the real ones imports models. ``vllm.outputs``, which the serializer
-knows, is real where vLLM is installed, and two small classes elsewhere.
+The layer is the factory, the base class, the connector for shared memory, the serializer, the reading of YAML, the loops that
+put and get, and the adapter by which a scheduler uses them. Packages around it are empty: importing the real ones imports
+models. What the layer uses of vLLM is real where that is installed; elsewhere small classes stand in for it.
 
 The files are found in ``OMNI_SOURCES``, which has the directory ``vllm_omni`` of a wheel; in the environment that
 ``make test-vllm`` makes; or where the package is installed.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import enum
 import importlib.util
 import logging
 import os
@@ -55,10 +56,16 @@ def load(directory: Path) -> list[str]:
         package = sys.modules[name] = ModuleType(name)
         package.__path__ = [str(directory / name.replace(".", "/"))]
     _load_segments(directory / "vllm_omni/entrypoints/stage_utils.py")
+    _stand_in("vllm_omni.metrics", OrchestratorAggregator=object)
     if importlib.util.find_spec("vllm") is None:
-        sys.modules["vllm"] = ModuleType("vllm")
-        outputs = sys.modules["vllm.outputs"] = ModuleType("vllm.outputs")
-        outputs.__dict__.update(RequestOutput=RequestOutput, CompletionOutput=CompletionOutput)
+        _stand_in("vllm.outputs", RequestOutput=RequestOutput, CompletionOutput=CompletionOutput)
+        _stand_in("vllm.logger", init_logger=logging.getLogger)
+        _stand_in("vllm.v1.metrics.stats", PrefillStats=object)
+        _stand_in("vllm.v1.request", Request=object, RequestStatus=RequestStatus)
+        _stand_in("vllm.v1.utils", ConstantList=list)
+        _stand_in(
+            "vllm.distributed.parallel_state", get_tensor_model_parallel_rank=int, get_tensor_model_parallel_world_size=int
+        )
     return sorted(set(sys.modules) - before)
 
 
@@ -74,6 +81,14 @@ def loaded(directory: Path) -> Iterator[None]:
             top = name.split(".")[0]
             if top == "vllm_omni" or (top == "vllm" and stands_in) or name == "shmring.integrations.omni.connector":
                 del sys.modules[name]
+
+
+def _stand_in(name: str, **attributes: Any) -> None:
+    """Makes a module of these attributes, and the packages that it is in."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:count]), ModuleType(".".join(parts[:count])))
+    sys.modules[name].__dict__.update(attributes)
 
 
 def _load_segments(path: Path) -> None:
@@ -105,3 +120,19 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: Any = None
     finish_reason: str | None = None
+
+
+class RequestStatus(enum.IntEnum):
+    """As vLLM's, where that is not installed; the status that vLLM-Omni adds to it is there."""
+
+    WAITING = 0
+    WAITING_FOR_CHUNK = 1
+    RUNNING = 2
+    PREEMPTED = 3
+    FINISHED_STOPPED = 4
+    FINISHED_ABORTED = 5
+
+    @staticmethod
+    def is_finished(status: RequestStatus) -> bool:
+        """Whether a request of this status has ended."""
+        return status >= RequestStatus.FINISHED_STOPPED

@@ -18,3 +18,10 @@ def chunk(number: int, nbytes: int = MB) -> dict[str, Any]:
 def number_of(data: dict[str, Any]) -> int:
     """The number of a chunk, read from its end."""
     return int(data["hidden"][-1])
+
+
+def next_stage_input(request: Any, is_finished: bool, **_: Any) -> Any:
+    """What vLLM-Omni asks a model for: makes a stage's payload of a request."""
+    from vllm_omni.data_entry_keys import OmniPayloadStruct
+
+    return OmniPayloadStruct(hidden=request.hidden)

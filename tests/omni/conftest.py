@@ -33,12 +33,12 @@ def omni() -> Iterator[SimpleNamespace]:
         register()
         within = "vllm_omni.distributed.omni_connectors"
         yield SimpleNamespace(
-            directory=directory,
             factory=importlib.import_module(f"{within}.factory").OmniConnectorFactory,
             spec=importlib.import_module(f"{within}.utils.config").ConnectorSpec,
             configuring=importlib.import_module(f"{within}.utils.initialization"),
             serializer=importlib.import_module(f"{within}.utils.serialization").OmniSerializer,
             shared_memory=importlib.import_module(f"{within}.connectors.shm_connector").SharedMemoryConnector,
+            adapter=importlib.import_module(f"{within}.transfer_adapter.chunk_transfer_adapter").OmniChunkTransferAdapter,
             loops=importlib.import_module(f"{within}.transfer_adapter.base").OmniTransferAdapterBase,
         )
     os.environ.pop(variable, None)

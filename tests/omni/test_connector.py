@@ -5,7 +5,6 @@ The files of vLLM-Omni are its own, unchanged (:mod:`tests.omni.layer`).
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import dataclasses
 import gc
@@ -24,6 +23,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.client import starting
 from shmring.integrations.omni import CONNECTOR
 from shmring.integrations.omni.contract import CHECKS, find_hooks
 from shmring.integrations.promises import broken
@@ -110,17 +110,6 @@ def test_a_vllm_omni_that_has_changed_is_named(omni: SimpleNamespace, connector:
     monkeypatch.setattr(omni.serializer.encoder.__class__, "_enc_hook", lambda self, value: "something else")
     with pytest.raises(ValueError, match="is not as the connector needs it: the serializer makes 'something else' of a slice"):
         connector(0)
-
-
-def test_aborts_reach_connectors_of_this_class(omni: SimpleNamespace) -> None:
-    """What schedulers put and get with imports all of vLLM, so it is read here."""
-    path = omni.directory / "vllm_omni/distributed/omni_connectors/transfer_adapter/chunk_transfer_adapter.py"
-    functions = {
-        node.name: ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
-    }
-    assert "isinstance(self.connector, SharedMemoryConnector)" in functions["_queue_shm_cleanup_locked"]
-    assert "self.connector.cleanup(" in functions["_send_single_request"]
-    assert "self.connector.get(" in functions["_poll_single_request"]
 
 
 # -- what comes --------------------------------------------------------------------------------------------------------------
@@ -388,13 +377,16 @@ def test_a_store_is_started_and_started_again(
         os.kill(first, signal.SIGKILL)
         until(lambda: sender.health()["status"] == "unhealthy")
         assert sender.put("0", "1", "s", chunk(2))[0]
-        first = pid()
+        assert pid() != first
         assert number_of(got(receiver, "s")[0]) == 2
     finally:
         for each in (sender, receiver):
             each.close()
-        os.kill(first, signal.SIGTERM)
-        until(lambda: not Path(f"/proc/{first}").exists() or Path(f"/proc/{first}/stat").read_text().split()[2] == "Z")
+        for process in starting._started:
+            assert process._popen is not None
+            process._popen.terminate()
+            process._popen.wait()
+        starting._started.clear()
 
 
 def test_what_nobody_got_goes_with_the_connector(omni: SimpleNamespace, store: Any, connector: Any, socket_dir: Path) -> None:
