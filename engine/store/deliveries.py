@@ -1,8 +1,8 @@
 """A store's half of deliveries: content that one process has delivered under a name, until another one takes it.
 
 Theory of operation. Three requests, of which :mod:`shmring.client.deliveries` has the other half. ``deliver`` has the content
-as its payload, so its claim keeps it pinned: that claim is left when the delivery is over, and then whoever delivered it is
-told. ``take`` is answered with the key of a delivery, at once or when one comes; it says that it has the content by ending its
+as its payload, so its claim keeps it pinned. It is answered at once, and the claim is left when the delivery is over: then
+whoever delivered it is told. ``take`` is answered with the key of a delivery, at once or when one comes; it says that it has the content by ending its
 request. ``withdraw`` has a process take its own deliveries back.
 
 Whoever dies takes nothing from others. What a dead process has delivered can be taken for a while; what was handed out to a
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shmring import AbortedError, Claim, WouldBlock
-from shmring.client.deliveries import ABSENT, DELIVER, TAKE, WITHDRAW
+from shmring.client.deliveries import ABSENT, ACCEPTED, DELIVER, TAKE, WITHDRAW
 from shmring.door import KEY_NBYTES
 
 __all__ = ["Deliveries"]
@@ -94,6 +94,8 @@ class Deliveries:
     # -- what comes, and who takes it --------------------------------------------------------------------------------------
 
     def _deliver(self, claim: Claim[Any], name: bytes, key: bytes) -> None:
+        if not self._say(claim, ACCEPTED):
+            return
         delivery = _Delivery(name, key, claim, self._clock() + _UNTAKEN_S)
         claim.on_abort(functools.partial(self._left_alone, delivery))
         replaced = self._untaken.pop(name, None)
@@ -120,14 +122,15 @@ class Deliveries:
         self._handed_out[taker] = delivery
         return True
 
-    def _say(self, taker: Claim[Any], answer: bytes) -> bool:
-        """Answers a taker. One that does not read what it is told is passed over: it may ask again."""
+    def _say(self, claim: Claim[Any], answer: bytes) -> bool:
+        """Answers a process. One that does not read what it is told is passed over: it may ask again."""
         try:
-            taker.reply_nowait(answer)
+            claim.reply_nowait(answer)
         except AbortedError:
-            return False  # its callback follows
+            claim.release()
+            return False
         except WouldBlock as error:
-            taker.fail(error)
+            claim.fail(error)
             return False
         return True
 

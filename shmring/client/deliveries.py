@@ -3,8 +3,8 @@
 Theory of operation. Kept content is for many: its key stands for its bytes, and of two with one key, the first is kept. A
 *delivery* is for one, and its name says only where it goes: of two with one name that nobody has taken, the later one stands.
 So its content is kept under a key that nobody has used before, and a request tells the store that it is for whoever asks for
-the name (:mod:`shmring.engine.store.deliveries`). The content is that request's payload: the store has it pinned from then on,
-whatever becomes of this process.
+the name (:mod:`shmring.engine.store.deliveries`). The content is that request's payload: the store has it pinned as soon as
+it answers ``ACCEPTED``, whatever becomes of this process.
 
 Who takes asks with a request, too. The store answers with ``ABSENT`` if there is no such delivery yet, and with its key as soon
 as there is one. The taker pins the content by this key, and ends its request, which tells the store that it has it. So nobody
@@ -30,7 +30,7 @@ from shmring.errors import RemoteError, RemoteProtocolError, ShmringError, Would
 if TYPE_CHECKING:
     from shmring.client.client import Client
 
-__all__ = ["ABSENT", "DELIVER", "TAKE", "WITHDRAW", "Deliveries"]
+__all__ = ["ABSENT", "ACCEPTED", "DELIVER", "TAKE", "WITHDRAW", "Deliveries"]
 
 logger = logger_of("shmring.deliveries")
 
@@ -39,6 +39,9 @@ DELIVER, TAKE, WITHDRAW = "deliver", "take", "withdraw"
 
 #: What a store answers who asks for a name of which there is no delivery yet.
 ABSENT = b""
+
+#: What a store answers who delivers, as soon as it has that.
+ACCEPTED = b""
 
 # Where there is no room, an attempt each time. What this process has delivered may have been taken; nobody tells it what others
 # have left.
@@ -89,12 +92,18 @@ class Deliveries:
         Raises:
             TimeoutError: there was no room.
             CapacityError, TypeError, ValueError: it can't be kept by this store.
+            RemoteError: the store takes no deliveries, or passes this client over since it does not read.
             EngineDeadError, ClosedError: the store has gone, or the client was closed.
         """
         check_key(name)
         async with asyncio.timeout(timeout):
             with await self._keep(payload) as kept:
                 submission = await self._client.submit([DELIVER, name, kept.key, kept.payload])
+                try:
+                    await submission.next()  # the store has it; before that, it would go with this process
+                except BaseException:
+                    submission.abort()
+                    raise
         self._untaken[name] = submission
         watching = asyncio.get_running_loop().create_task(self._watch(name, submission))
         self._watching.add(watching)
@@ -123,7 +132,7 @@ class Deliveries:
                 del self._untaken[name]
             self._went.set()
         if isinstance(why, TimeoutError | RemoteError):
-            logger.warning("what was delivered was dropped: %s", why)
+            logger.warning("what was delivered was dropped: %s", str(why))
 
     async def take(self, name: bytes, *, absent: Callable[[], object] = _nothing) -> Kept[Any]:
         """Waits for the delivery of a name, and takes it. Among several that ask for one name, the first one gets it.

