@@ -1,8 +1,8 @@
 """A store's half of deliveries: content that one process has delivered under a name, until another one takes it.
 
 Theory of operation. Three requests, of which :mod:`shmring.client.deliveries` has the other half. ``deliver`` has the content
-as its payload, so its claim keeps it pinned. It is answered at once, and the claim is left when the delivery is over: then
-whoever delivered it is told. ``take`` is answered with the key of a delivery, at once or when one comes; it says that it has the content by ending its
+as its payload, so its claim keeps it pinned. It is answered at once, and the claim is left when the delivery is over. Whoever
+delivered it is told a moment later, together with others: being told wakes a process. ``take`` is answered with the key of a delivery, at once or when one comes; it says that it has the content by ending its
 request. ``withdraw`` has a process take its own deliveries back.
 
 Whoever dies takes nothing from others. What a dead process has delivered can be taken for a while; what was handed out to a
@@ -33,6 +33,7 @@ _UNTAKEN_S = 900.0
 _ALONE_S = 60.0
 
 _LOOK_S = 5.0  # between two looks for what has become too old
+_TOLD_S = 0.02  # until senders are told what is over, if they deliver nothing before
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -40,7 +41,8 @@ class _Delivery:
     """Content on its way.
 
     Attributes:
-        name, key: of it.
+        name: of it.
+        key: under which it is kept; empty: it is small, and lies in the request.
         claim: which keeps it pinned.
         goes_s: when it is dropped, if nobody has taken it.
     """
@@ -63,6 +65,7 @@ class Deliveries:
         self._untaken: dict[bytes, _Delivery] = {}
         self._waiting: dict[bytes, dict[Claim[Any], None]] = {}  # in line
         self._handed_out: dict[Claim[Any], _Delivery] = {}  # by the claim of who takes it, who has not said that it has it
+        self._over: list[Claim[Any]] = []  # of what was taken, of which the senders do not know yet
         self._taken = self._withdrawn = self._dropped = 0
 
     def describe(self) -> dict[str, int]:
@@ -82,7 +85,9 @@ class Deliveries:
             claim.release()
             return
         match claim.payload:
-            case [word, bytes() as name, bytes() as key, _] if word == DELIVER and len(name) == len(key) == KEY_NBYTES:
+            case [word, bytes() as name, bytes() as key, _] if (
+                word == DELIVER and len(name) == KEY_NBYTES and len(key) in (0, KEY_NBYTES)
+            ):
                 self._deliver(claim, name, key)
             case [word, bytes() as name] if word == TAKE and len(name) == KEY_NBYTES:
                 self._take(claim, name)
@@ -96,6 +101,7 @@ class Deliveries:
     def _deliver(self, claim: Claim[Any], name: bytes, key: bytes) -> None:
         if not self._say(claim, ACCEPTED):
             return
+        self._tell()
         delivery = _Delivery(name, key, claim, self._clock() + _UNTAKEN_S)
         claim.on_abort(functools.partial(self._left_alone, delivery))
         replaced = self._untaken.pop(name, None)
@@ -116,14 +122,35 @@ class Deliveries:
             self._waiting.setdefault(name, {})[taker] = None
 
     def _hand_out(self, delivery: _Delivery, taker: Claim[Any]) -> bool:
-        """Tells a taker the key; returns whether the taker can hear it."""
-        if not self._say(taker, delivery.key):
+        """Tells a taker the key, or the content if that is small; returns whether the taker can hear it."""
+        if delivery.key:
+            if not self._say(taker, delivery.key):
+                return False
+            self._handed_out[taker] = delivery
+            return True
+        if not self._say(taker, [delivery.claim.payload[3]]):
             return False
-        self._handed_out[taker] = delivery
+        taker.done()
+        self._is_over(delivery)
         return True
 
-    def _say(self, claim: Claim[Any], answer: bytes) -> bool:
-        """Answers a process. One that does not read what it is told is passed over: it may ask again."""
+    def _is_over(self, delivery: _Delivery) -> None:
+        """A delivery was taken."""
+        self._taken += 1
+        delivery.claim.release()
+        if not self._over:
+            asyncio.get_running_loop().call_later(_TOLD_S, self._tell)
+        self._over.append(delivery.claim)
+
+    def _tell(self) -> None:
+        """Tells senders what is over."""
+        over, self._over = self._over, []
+        for claim in over:
+            claim.done()
+
+    def _say(self, claim: Claim[Any], answer: object) -> bool:
+        """Answers a process. One that does not read what it is told is passed over: it may ask again. So is one for whose answer
+        there is no room."""
         try:
             claim.reply_nowait(answer)
         except AbortedError:
@@ -155,8 +182,7 @@ class Deliveries:
         delivery = self._handed_out.pop(taker, None)
         taker.release()
         if delivery is not None:
-            self._taken += 1
-            delivery.claim.done()
+            self._is_over(delivery)
 
     # -- what nobody takes -------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,11 @@ __all__ = ["StoreSettings"]
 #: Which part of a slab is for content that is being written: so writers find room although all content is in use.
 _WRITTEN_PART = 8
 
-# A store sends no replies: the smallest part for them. Registering its slab with CUDA would help no other process.
-_RING = RingConfig(reply_nbytes="64KiB", pin="off")
+# Registering its slab with CUDA would help no other process.
+_RING = RingConfig(pin="off")
+
+#: A store's replies are small deliveries, which takers copy out at once: some hundreds at a time.
+_REPLY_NBYTES = 16 << 20
 
 _RING_FLAGS = {
     "slab_nbytes": Flag(names=("--slab", "--slab-nbytes"), text="The memory that the store reserves, all of it at its start."),
@@ -64,8 +67,14 @@ class StoreSettings:
             ValueError: the name can't be one, or the slab is too small.
         """
         validate_name(self.name)
-        blocks = Geometry.of(parse_nbytes(self.ring.slab_nbytes), parse_nbytes(self.ring.reply_nbytes or 0)).leasable_blocks
-        if self.ring.kept_nbytes is not None:
-            return self
-        kept_nbytes = (blocks - blocks // _WRITTEN_PART) * BLOCK_NBYTES
-        return dataclasses.replace(self, ring=dataclasses.replace(self.ring, kept_nbytes=kept_nbytes))
+        slab_nbytes = parse_nbytes(self.ring.slab_nbytes)
+        reply_nbytes = self.ring.reply_nbytes
+        if reply_nbytes is None:
+            reply_nbytes = min(slab_nbytes // 16 // BLOCK_NBYTES * BLOCK_NBYTES, _REPLY_NBYTES)
+        blocks = Geometry.of(slab_nbytes, parse_nbytes(reply_nbytes)).leasable_blocks
+        kept_nbytes = self.ring.kept_nbytes
+        if kept_nbytes is None:
+            kept_nbytes = (blocks - blocks // _WRITTEN_PART) * BLOCK_NBYTES
+        return dataclasses.replace(
+            self, ring=dataclasses.replace(self.ring, reply_nbytes=reply_nbytes, kept_nbytes=kept_nbytes)
+        )

@@ -98,6 +98,26 @@ async def test_a_delivery_goes_to_one_taker_whether_it_came_before_or_after(
     await eventually(lambda: ring.statistics().kept_pinned == 0)
 
 
+async def test_a_small_delivery_comes_in_the_answer(ring: Ring, store: Deliveries, ends: list[OfClient]) -> None:
+    sender, first, second = ends
+    for number, size in enumerate((1, 100, 2000, 20_000), 1):
+        await sender.deliver(
+            name("a"), {"frame": torch.full((size + 1,), number, dtype=torch.uint8)}, timeout=LIMIT_S, small=True
+        )
+        assert await taken(first.take(name("a"))) == number
+    waiting = [asyncio.create_task(taken(taker.take(name("a")))) for taker in (first, second)]
+    await eventually(lambda: store.describe()["waiting"] == 2)
+    for number in (5, 6):
+        await sender.deliver(name("a"), frame(number, 3000), timeout=LIMIT_S, small=True)
+    assert [await each for each in waiting] == [5, 6]
+    await sender.deliver(name("b"), {"nothing": "but text"}, timeout=LIMIT_S, small=True)
+    with await first.take(name("b")) as came:
+        assert came.payload == {"nothing": "but text"}
+    assert (store.describe()["taken"], ring.statistics().kept) == (7, 0)
+    await eventually(lambda: not sender.untaken)
+    await eventually(lambda: sender._client.statistics().slots_submitted == 0)
+
+
 async def test_the_later_of_two_with_one_name_stands(store: Deliveries, ends: list[OfClient]) -> None:
     sender, other, taker = ends
     await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)
@@ -160,6 +180,7 @@ async def test_what_nobody_takes_is_dropped_in_the_end(
     clock.now_s = _UNTAKEN_S
     store.drop_old()
     await eventually(lambda: not sender.untaken)
+    await sender.deliver(name("b"), frame(1), timeout=LIMIT_S)  # it looks what became of the one before
     assert "what was delivered was dropped: " in caplog.text
     assert f"nobody has taken these {SIZE} bytes in time" in caplog.text
 
@@ -204,6 +225,7 @@ async def test_views_that_a_taker_has_are_not_overwritten(ring: Ring, store: Del
         [TAKE, b"short"],
         [TAKE, "text"],
         [DELIVER, bytes(32), bytes(31), torch.ones(10)],
+        [DELIVER, bytes(31), b"", torch.ones(10)],
         ["another word", bytes(32)],
         [],
         7,

@@ -34,6 +34,7 @@ from shmring.core.loggers import logger_of
 from shmring.errors import ClosedError
 from shmring.integrations.omni.frames import Frame
 from shmring.integrations.omni.settings import Settings
+from shmring.integrations.omni.views import SMALL_NBYTES
 from shmring.threads.loop_thread import LoopThread
 
 __all__ = ["Exchange"]
@@ -43,7 +44,6 @@ logger = logger_of("vllm_omni.shmring")
 _CONNECT_S = 10.0  # a store that is there answers in milliseconds; on a machine where models are loaded, later
 _ANSWER_S = 0.25  # the same, for what is asked of it: the loop that asks goes on without an answer, and asks again
 _CLOSE_S = 2.0  # for taking back what was not taken; a store that does not answer drops it by itself
-_COPIED_NBYTES = 64 << 10  # a smaller frame is copied once more, which costs less than a turn of the loop for a slot
 
 #: Who wants something asks for it all the time. What nobody has asked for so long is left; what has come stays for longer, as a
 #: scheduler may be busy with what came before.
@@ -104,10 +104,9 @@ class _InLoop:
             raise
         return cls(settings, client, forget)
 
-    @property
-    def untaken(self) -> Collection[bytes]:
-        """What was delivered and not taken. Any thread may ask whether a name is in it."""
-        return self._deliveries.untaken
+    def is_untaken(self, name: bytes) -> bool:
+        """Whether something was delivered under a name, and was not taken. Any thread may ask."""
+        return self._deliveries.is_untaken(name)
 
     async def slot(self, nbytes: int) -> Slot:
         self._look_for_store()
@@ -115,7 +114,8 @@ class _InLoop:
 
     async def deliver(self, name: bytes, frame: torch.Tensor) -> None:
         self._look_for_store()
-        await self._deliveries.deliver(name, {"frame": frame}, timeout=self._settings.wait_s)
+        small = frame.nbytes <= SMALL_NBYTES
+        await self._deliveries.deliver(name, {"frame": frame}, timeout=self._settings.wait_s, small=small)
 
     async def withdraw(self, names: list[bytes]) -> None:
         async with asyncio.timeout(_CLOSE_S):
@@ -123,9 +123,9 @@ class _InLoop:
 
     async def take(self, name: bytes, absent: Callable[[], object]) -> torch.Tensor:
         self._look_for_store()
-        with await self._deliveries.take(name, absent=absent) as kept:
-            frame: torch.Tensor = kept.payload["frame"]
-        return frame  # which keeps it pinned
+        with await self._deliveries.take(name, absent=absent) as taken:
+            frame: torch.Tensor = taken.payload["frame"]
+        return frame  # which keeps its memory
 
     def _look_for_store(self) -> None:
         """Has the store started anew, if it is gone. Calls wait for it meanwhile."""
@@ -149,7 +149,8 @@ class _InLoop:
             self._starting.cancel()
         with contextlib.suppress(shmring.ShmringError, TimeoutError):
             if self.client.connected:
-                await self.withdraw(list(self.untaken))
+                await self.withdraw(self._deliveries.untaken)
+        self._deliveries.close()
         await self.client.close()
 
 
@@ -212,7 +213,7 @@ class Exchange:
             EngineDeadError: the store has ended meanwhile.
             ClosedError: this is closed.
         """
-        if frame.nbytes <= _COPIED_NBYTES:
+        if frame.nbytes <= SMALL_NBYTES:  # one more copy costs less than a turn of the loop for a slot
             memory = torch.empty(frame.nbytes, dtype=torch.uint8)
             frame.write_to(memory)
             self._thread.call(self._end.deliver, name, memory)
@@ -231,7 +232,7 @@ class Exchange:
         Raises:
             TimeoutError, EngineDeadError, ClosedError: the store does not answer; it drops them later.
         """
-        if untaken := [name for name in names if name in self._end.untaken]:
+        if untaken := [name for name in names if self._end.is_untaken(name)]:
             self._thread.call(self._end.withdraw, untaken)
 
     # -- taking ------------------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ from collections import deque
 
 import torch
 
-__all__ = ["Views"]
+__all__ = ["SMALL_NBYTES", "Views"]
 
-_SMALL_NBYTES = 64 << 10  # a copy takes some microseconds, and a small tensor that is kept for long holds a block of 4 KiB
+#: A copy of so much takes some microseconds, and what is kept for long would hold memory that is for answers of the store.
+SMALL_NBYTES = 72 << 10
 
 
 class Views:
@@ -46,7 +47,7 @@ class Views:
         """
         nbytes = frame.nbytes
         with self._lock:
-            is_viewed = nbytes > _SMALL_NBYTES and self._settled() + nbytes <= most_nbytes
+            is_viewed = nbytes > SMALL_NBYTES and self._settled() + nbytes <= most_nbytes
             if is_viewed:
                 self._nbytes += nbytes
             else:
