@@ -2,8 +2,9 @@
 
 Theory of operation. Three requests, of which :mod:`shmring.client.deliveries` has the other half. ``deliver`` has the content
 as its payload, so its claim keeps it pinned. It is answered at once, and the claim is left when the delivery is over. Whoever
-delivered it is told a moment later, together with others: being told wakes a process. ``take`` is answered with the key of a delivery, at once or when one comes; it says that it has the content by ending its
-request. ``withdraw`` has a process take its own deliveries back.
+delivered it is told a moment later, together with others: being told wakes a process. ``take`` is answered with the key of a
+delivery, or with one that is small, at once or when one comes; a taker says that it has the content by ending its request.
+``withdraw`` has a process take its own deliveries back.
 
 Whoever dies takes nothing from others. What a dead process has delivered can be taken for a while; what was handed out to a
 process that died is over. What nobody takes goes in the end, so nothing stays for ever in a store that goes on.
@@ -149,8 +150,8 @@ class Deliveries:
             claim.done()
 
     def _say(self, claim: Claim[Any], answer: object) -> bool:
-        """Answers a process. One that does not read what it is told is passed over: it may ask again. So is one for whose answer
-        there is no room."""
+        """Answers a process. One that does not read what it is told is passed over, and so is one for whose answer there is no
+        room: it may ask again."""
         try:
             claim.reply_nowait(answer)
         except AbortedError:

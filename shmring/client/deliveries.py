@@ -136,9 +136,8 @@ class Deliveries:
             async with asyncio.timeout(timeout):
                 submission = await (self._send(name, b"", payload) if small else self._keep_and_send(name, payload))
         except TimeoutError:
-            raise TimeoutError(
-                f"it took longer than the {timeout:g} s it was given: room at the store, and its answer"
-            ) from None
+            what = "room at the store, and its answer"
+            raise TimeoutError(f"it took longer than the {timeout:g} s it was given: {what}") from None
         replaced, self._untaken[name] = self._untaken.get(name), submission
         self._untaken.move_to_end(name)
         if replaced is not None:
@@ -168,6 +167,8 @@ class Deliveries:
 
     async def _look_at_the_oldest(self) -> None:
         """Forgets a delivery that is over: taken, replaced, withdrawn, or dropped since nobody came."""
+        if not self._untaken:
+            return
         name, submission = self._untaken.popitem(last=False)
         if not submission.ended:
             self._untaken[name] = submission
