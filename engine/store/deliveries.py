@@ -16,6 +16,7 @@ of a claim raises.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -66,6 +67,7 @@ class Deliveries:
         self._untaken: dict[bytes, _Delivery] = {}
         self._waiting: dict[bytes, dict[Claim[Any], None]] = {}  # in line
         self._handed_out: dict[Claim[Any], _Delivery] = {}  # by the claim of who takes it, who has not said that it has it
+        self._answering: set[asyncio.Task[None]] = set()  # takers of what is small, as soon as there is room for the answer
         self._over: list[Claim[Any]] = []  # of what was taken, of which the senders do not know yet
         self._taken = self._withdrawn = self._dropped = 0
 
@@ -90,8 +92,8 @@ class Deliveries:
                 word == DELIVER and len(name) == KEY_NBYTES and len(key) in (0, KEY_NBYTES)
             ):
                 self._deliver(claim, name, key)
-            case [word, bytes() as name] if word == TAKE and len(name) == KEY_NBYTES:
-                self._take(claim, name)
+            case [word, bytes() as name, bool() as tells] if word == TAKE and len(name) == KEY_NBYTES:
+                self._take(claim, name, tells)
             case [word, [*names]] if word == WITHDRAW:
                 self._withdraw(claim, names)
             case _:
@@ -113,13 +115,13 @@ class Deliveries:
                 return
         self._untaken[name] = delivery
 
-    def _take(self, taker: Claim[Any], name: bytes) -> None:
+    def _take(self, taker: Claim[Any], name: bytes, tells: bool) -> None:
         taker.on_abort(functools.partial(self._taker_left, taker, name))
         delivery = self._untaken.get(name)
         if delivery is not None:
             if self._hand_out(delivery, taker):
                 del self._untaken[name]
-        elif self._say(taker, ABSENT):
+        elif not tells or self._say(taker, ABSENT):
             self._waiting.setdefault(name, {})[taker] = None
 
     def _hand_out(self, delivery: _Delivery, taker: Claim[Any]) -> bool:
@@ -129,11 +131,26 @@ class Deliveries:
                 return False
             self._handed_out[taker] = delivery
             return True
-        if not self._say(taker, [delivery.claim.payload[3]]):
+        try:
+            taker.reply_nowait([delivery.claim.payload[3]])
+        except AbortedError:
             return False
+        except WouldBlock:  # others have all the memory for answers for the moment
+            answering = asyncio.get_running_loop().create_task(self._answer_in_turn(taker, delivery))
+            self._answering.add(answering)
+            answering.add_done_callback(self._answering.discard)
+            return True
         taker.done()
         self._is_over(delivery)
         return True
+
+    async def _answer_in_turn(self, taker: Claim[Any], delivery: _Delivery) -> None:
+        try:
+            with contextlib.suppress(AbortedError):
+                await taker.reply([delivery.claim.payload[3]])
+            taker.done()
+        finally:
+            self._is_over(delivery)
 
     def _is_over(self, delivery: _Delivery) -> None:
         """A delivery was taken."""
@@ -150,8 +167,7 @@ class Deliveries:
             claim.done()
 
     def _say(self, claim: Claim[Any], answer: object) -> bool:
-        """Answers a process. One that does not read what it is told is passed over, and so is one for whose answer there is no
-        room: it may ask again."""
+        """Answers a process. One that does not read what it is told is passed over: it may ask again."""
         try:
             claim.reply_nowait(answer)
         except AbortedError:

@@ -19,8 +19,9 @@ _WRITTEN_PART = 8
 # Registering its slab with CUDA would help no other process.
 _RING = RingConfig(pin="off")
 
-#: A store's replies are small deliveries, which takers copy out at once: some hundreds at a time.
-_REPLY_NBYTES = 16 << 20
+#: A store's replies are small deliveries, which takers copy out at once: a few at a time, or some hundreds.
+_REPLY_PART = 256
+_LEAST_REPLY_NBYTES, _MOST_REPLY_NBYTES = 256 << 10, 16 << 20
 
 _RING_FLAGS = {
     "slab_nbytes": Flag(names=("--slab", "--slab-nbytes"), text="The memory that the store reserves, all of it at its start."),
@@ -70,7 +71,8 @@ class StoreSettings:
         slab_nbytes = parse_nbytes(self.ring.slab_nbytes)
         reply_nbytes = self.ring.reply_nbytes
         if reply_nbytes is None:
-            reply_nbytes = min(slab_nbytes // 16 // BLOCK_NBYTES * BLOCK_NBYTES, _REPLY_NBYTES)
+            part_nbytes = slab_nbytes // _REPLY_PART // BLOCK_NBYTES * BLOCK_NBYTES
+            reply_nbytes = min(max(part_nbytes, _LEAST_REPLY_NBYTES), _MOST_REPLY_NBYTES)
         blocks = Geometry.of(slab_nbytes, parse_nbytes(reply_nbytes)).leasable_blocks
         kept_nbytes = self.ring.kept_nbytes
         if kept_nbytes is None:

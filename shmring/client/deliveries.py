@@ -7,9 +7,9 @@ the name (:mod:`shmring.engine.store.deliveries`). The content is that request's
 it answers ``ACCEPTED``, whatever becomes of this process. A *small* one is not kept: the request carries it, and the store's
 answer to the taker does. That is copied once more, by the store, and saves two questions, which take longer.
 
-Who takes asks with a request, too. The store answers with ``ABSENT`` if there is no such delivery yet, and with its key as soon
-as there is one. The taker pins the content by this key, and ends its request, which tells the store that it has it. So nobody
-polls, and nothing that was delivered can be dropped on its way.
+Who takes asks with a request, too. The store answers with the delivery's key as soon as there is one; before that with
+``ABSENT``, if the taker wants to know. The taker pins the content by this key, and ends its request, which tells the store that
+it has it. So nobody polls, and nothing that was delivered can be dropped on its way.
 
 Invariant: ``_untaken`` has the deliveries of this process of which the store has not said that they are over, and perhaps some
 that are over.
@@ -51,10 +51,6 @@ ACCEPTED = b""
 _ROOM_S = 0.02
 
 _LOOKED_AT = 2  # deliveries that may be over, with each new one: so their number does not grow
-
-
-def _nothing() -> None:
-    pass
 
 
 class Taken:
@@ -180,7 +176,7 @@ class Deliveries:
         except ShmringError:
             pass  # it has gone with its store
 
-    async def take(self, name: bytes, *, absent: Callable[[], object] = _nothing) -> Taken:
+    async def take(self, name: bytes, *, absent: Callable[[], object] | None = None) -> Taken:
         """Waits for the delivery of a name, and takes it. Among several that ask for one name, the first one gets it.
 
         A caller that is cancelled leaves the name to others. If the store had answered just then, the delivery is gone.
@@ -197,10 +193,10 @@ class Deliveries:
             EngineDeadError, ClosedError: the store has gone, or the client was closed.
         """
         check_key(name)
-        submission = await self._client.submit([TAKE, name])
+        submission = await self._client.submit([TAKE, name, absent is not None])
         try:
             answer = await submission.next()
-            if answer == ABSENT:
+            if answer == ABSENT and absent is not None:
                 absent()
                 answer = await submission.next()
             match answer:

@@ -118,6 +118,18 @@ async def test_a_small_delivery_comes_in_the_answer(ring: Ring, store: Deliverie
     await eventually(lambda: sender._client.statistics().slots_submitted == 0)
 
 
+@pytest.mark.ring(reply_nbytes="64KiB")
+async def test_many_small_ones_at_once_wait_for_room_in_the_answers(store: Deliveries, ends: list[OfClient]) -> None:
+    sender, *takers = ends
+    names = [name(str(number)) for number in range(12)]
+    waiting = [asyncio.create_task(taken(takers[place % 2].take(each))) for place, each in enumerate(names)]
+    await eventually(lambda: store.describe()["waiting"] == len(names))
+    await asyncio.gather(
+        *(sender.deliver(each, frame(place, 30_000), timeout=LIMIT_S, small=True) for place, each in enumerate(names))
+    )
+    assert [await each for each in waiting] == list(range(len(names)))
+
+
 async def test_the_later_of_two_with_one_name_stands(store: Deliveries, ends: list[OfClient]) -> None:
     sender, other, taker = ends
     await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)
@@ -222,8 +234,9 @@ async def test_views_that_a_taker_has_are_not_overwritten(ring: Ring, store: Del
     "payload",
     [
         {"x": torch.ones(10)},
-        [TAKE, b"short"],
-        [TAKE, "text"],
+        [TAKE, b"short", True],
+        [TAKE, "text", True],
+        [TAKE, bytes(32)],
         [DELIVER, bytes(32), bytes(31), torch.ones(10)],
         [DELIVER, bytes(31), b"", torch.ones(10)],
         ["another word", bytes(32)],

@@ -121,7 +121,7 @@ class _InLoop:
         async with asyncio.timeout(_CLOSE_S):
             await self._deliveries.withdraw(*names)
 
-    async def take(self, name: bytes, absent: Callable[[], object]) -> torch.Tensor:
+    async def take(self, name: bytes, absent: Callable[[], object] | None) -> torch.Tensor:
         self._look_for_store()
         with await self._deliveries.take(name, absent=absent) as taken:
             frame: torch.Tensor = taken.payload["frame"]
@@ -258,7 +258,7 @@ class Exchange:
             is_new = want is None
             if want is None:
                 want = self._wants[name] = _Want()
-                self._thread.post(self._ask, name, want)
+                self._thread.post(self._ask, name, want, until_s is None)
             self._wait_for(name, want, until_s, is_new)
             want.asked_s = time.monotonic()
             if not want.is_over:
@@ -301,15 +301,15 @@ class Exchange:
 
     # -- in the loop -------------------------------------------------------------------------------------------------------
 
-    def _ask(self, name: bytes, want: _Want) -> None:
+    def _ask(self, name: bytes, want: _Want, tells: bool) -> None:
         if not want.is_left:
-            want.task = asyncio.get_running_loop().create_task(self._take(name, want))
+            want.task = asyncio.get_running_loop().create_task(self._take(name, want, tells))
 
-    async def _take(self, name: bytes, want: _Want) -> None:
+    async def _take(self, name: bytes, want: _Want, tells: bool) -> None:
         frame: torch.Tensor | None = None
         error: Exception | None = None
         try:
-            frame = await self._end.take(name, functools.partial(self._answered, want))
+            frame = await self._end.take(name, functools.partial(self._answered, want) if tells else None)
         except Exception as failure:  # noqa: BLE001 - it is raised where this is asked for
             error = failure
         with self._changed:
