@@ -93,7 +93,7 @@ def _stand_in(name: str, **attributes: Any) -> None:
 
 def _load_segments(path: Path) -> None:
     """Takes two functions of a module that imports the platform's devices."""
-    functions = [
+    functions: list[ast.stmt] = [
         node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name in _SEGMENTS
     ]
     assert len(functions) == len(_SEGMENTS), f"{path} has no {' and '.join(_SEGMENTS)}"

@@ -123,7 +123,7 @@ def unpack(memory: torch.Tensor, decode_other: Callable[[Any], Any]) -> Any:
     array: NDArray[np.uint8] = memory.numpy()
     if array.nbytes < _PREFIX.size:
         raise ValueError(f"{array.nbytes} bytes are no frame")
-    head_nbytes, magic = _PREFIX.unpack(array[: _PREFIX.size])
+    head_nbytes, magic = _PREFIX.unpack(array.data[: _PREFIX.size])
     if magic != _MAGIC or _PREFIX.size + head_nbytes > array.nbytes:
         raise ValueError("this is no frame of this version of the connector; all stages need the same one")
     start = _aligned(_PREFIX.size + head_nbytes)
@@ -144,7 +144,7 @@ def unpack(memory: torch.Tensor, decode_other: Callable[[Any], Any]) -> Any:
         return view
 
     try:
-        decoded = msgspec.msgpack.decode(memoryview(array)[_PREFIX.size : _PREFIX.size + head_nbytes], ext_hook=decode)
+        decoded = msgspec.msgpack.decode(array.data[_PREFIX.size : _PREFIX.size + head_nbytes], ext_hook=decode)
     except msgspec.MsgspecError as error:
         raise ValueError(f"the head of a frame can't be read: {error}") from error
     return decode_other(decoded)
