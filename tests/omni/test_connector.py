@@ -175,6 +175,20 @@ def test_large_tensors_are_views_whose_memory_is_free_when_they_die(
     until(lambda: asyncio.run(shmring.inspect(NAME, socket_dir=str(socket_dir))).statistics["kept_pinned"] == 0)
 
 
+def test_small_chunks_hold_nothing_of_the_store_when_they_have_come(
+    omni: SimpleNamespace, store: Any, connector: Any, socket_dir: Path
+) -> None:
+    sender, receiver = connector(0), connector(1)
+    assert [receiver.get("0", "1", f"r_{number}") for number in range(20)] == [None] * 20
+    for number in range(20):
+        assert sender.put("0", "1", f"r_{number}", chunk(number, 60_000))[0]
+    until(lambda: deliveries(socket_dir)["taken"] == 20)
+    free = lambda: asyncio.run(shmring.inspect(NAME, socket_dir=str(socket_dir))).statistics  # noqa: E731
+    until(lambda: free()["reply_free_nbytes"] == free()["reply_nbytes"])
+    assert [number_of(got(receiver, f"r_{number}")[0]) for number in range(20)] == list(range(20))
+    assert receiver.health()["copied"] == receiver.health()["viewed_bytes"] == 0
+
+
 def test_a_key_is_got_once_and_by_the_stages_that_it_is_for(
     omni: SimpleNamespace, store: Any, connector: Any, socket_dir: Path
 ) -> None:

@@ -5,9 +5,10 @@ Theory of operation: the client lives in the loop of a thread of its own. What a
 here. Threads share a condition with the loop; nobody holds its lock while waiting for anything else.
 
 vLLM-Omni's loops ask for each chunk that they wait for, again and again, with a pause of a millisecond. They are let in at
-once, but for the time when a whole round has brought nothing: then one call waits until anything comes, for some milliseconds.
-So a chunk is seen when it comes, and a loop that has nothing to do costs little. The first call for a name waits for the
-store's answer, whether it is there.
+once, but for the time when a whole round has brought nothing: then one call waits until anything comes, for some milliseconds,
+and longer while nothing comes and nothing new is asked for. A request that is new to the stage waits for that call. So a chunk
+is seen when it comes, and a loop that has nothing to do costs little. The first call for a name waits for the store's answer,
+whether it is there.
 
 A store that has ended is started anew if the settings say so. What was in it is gone, and whoever waits for that asks again.
 
@@ -43,6 +44,7 @@ logger = logger_of("vllm_omni.shmring")
 
 _CONNECT_S = 10.0  # a store that is there answers in milliseconds; on a machine where models are loaded, later
 _ANSWER_S = 0.25  # the same, for what is asked of it: the loop that asks goes on without an answer, and asks again
+_LONGER, _LONGEST = 1.1, 10.0  # a wait in vain makes the next one longer, up to ten times: in a second, from 10 ms on
 _CLOSE_S = 2.0  # for taking back what was not taken; a store that does not answer drops it by itself
 
 #: Who wants something asks for it all the time. What nobody has asked for so long is left; what has come stays for longer, as a
@@ -125,7 +127,8 @@ class _InLoop:
         self._look_for_store()
         with await self._deliveries.take(name, absent=absent) as taken:
             frame: torch.Tensor = taken.payload["frame"]
-        return frame  # which keeps its memory
+            # A large one keeps its memory. A small one lies where all answers of the store do, until whoever knows when.
+            return frame.clone() if frame.nbytes <= SMALL_NBYTES else frame
 
     def _look_for_store(self) -> None:
         """Has the store started anew, if it is gone. Calls wait for it meanwhile."""
@@ -177,6 +180,7 @@ class Exchange:
         self._wants: dict[bytes, _Want] = {}
         self._polled: set[bytes] = set()  # in this round, in vain
         self._arrivals = 0
+        self._pause_s = settings.poll_wait_s
         self._is_closed = False
         if settings.start:
             _start_store(settings)
@@ -246,7 +250,7 @@ class Exchange:
                 head of this file.
 
         Returns:
-            The frame, as a view of the store's memory; None: it has not come.
+            The frame: a view of the store's memory, or if it is small, a copy; None: it has not come.
 
         Raises:
             ShmringError: the store has ended, say. Another call asks anew.
@@ -258,6 +262,7 @@ class Exchange:
             is_new = want is None
             if want is None:
                 want = self._wants[name] = _Want()
+                self._pause_s = self._settings.poll_wait_s
                 self._thread.post(self._ask, name, want, until_s is None)
             self._wait_for(name, want, until_s, is_new)
             want.asked_s = time.monotonic()
@@ -280,7 +285,11 @@ class Exchange:
         elif name in self._polled:
             self._polled.clear()
             arrivals = self._arrivals
-            self._changed.wait_for(lambda: self._arrivals != arrivals or self._is_closed, self._settings.poll_wait_s)
+            least_s = self._settings.poll_wait_s
+            if self._changed.wait_for(lambda: self._arrivals != arrivals or self._is_closed, self._pause_s):
+                self._pause_s = least_s
+            else:
+                self._pause_s = min(self._pause_s * _LONGER, least_s * _LONGEST)
 
     def abandon(self, names: Collection[bytes]) -> None:
         """Nobody asks for these any more. What has come is dropped."""

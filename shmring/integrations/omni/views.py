@@ -1,8 +1,8 @@
 """How much of a store's memory one stage has in use, and what it gets a copy of.
 
 A stage that keeps what it got would fill the store, and wait for the next chunk in vain: what it holds is the room that its
-sender waits for. So views are for what is large, and for a part of the store; the rest is copied, and the store's memory is
-free at once.
+sender waits for. So views are for a part of the store; the rest is copied, and the store's memory is free at once. What is
+small was copied when it came.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 __all__ = ["SMALL_NBYTES", "Views"]
 
-#: A copy of so much takes some microseconds, and what is kept for long would hold memory that is for answers of the store.
+#: A copy of so much takes some microseconds, which is less than two questions to the store.
 SMALL_NBYTES = 72 << 10
 
 
@@ -42,12 +42,14 @@ class Views:
         """Returns a frame to read, in place or copied.
 
         Args:
-            frame: a view of the store's memory.
+            frame: a view of the store's memory, if it is larger than ``SMALL_NBYTES``.
             most_nbytes: of its memory, that may be viewed at a time.
         """
         nbytes = frame.nbytes
+        if nbytes <= SMALL_NBYTES:
+            return frame
         with self._lock:
-            is_viewed = nbytes > SMALL_NBYTES and self._settled() + nbytes <= most_nbytes
+            is_viewed = self._settled() + nbytes <= most_nbytes
             if is_viewed:
                 self._nbytes += nbytes
             else:
