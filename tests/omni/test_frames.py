@@ -93,6 +93,12 @@ def test_what_is_around_tensors_comes_at_any_depth() -> None:
     assert_same(passed_on(data), data)
 
 
+def test_long_tensors_come_whole_and_leave_their_neighbours_alone() -> None:
+    """They are copied another way than short ones."""
+    data = {"x": torch.arange(70_001), "y": torch.ones(3), "z": np.arange(300_001, dtype=np.uint8), "w": torch.full((7,), 5.0)}
+    assert_same(passed_on(data), data)
+
+
 def test_what_is_not_contiguous_is_copied_once_and_as_it_looks() -> None:
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     data = {"turned": base.t(), "part": base[:, 1:3], "wide": base[0].expand(3, 6), "conj": torch.tensor([1 + 2j]).conj()}

@@ -27,12 +27,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shmring.memory.copying import copy_past_cache
+
 __all__ = ["Frame", "pack", "unpack"]
 
 _PREFIX = struct.Struct("<II")
 _MAGIC = 0x314D4F53  # "SOM1": another layout has another one
 _ALIGNMENT = 64
 _TENSOR, _ARRAY, _BYTES = 1, 2, 3  # codes of ext values
+_LONG_NBYTES = 256 << 10  # what is longer goes past the cache: a store's memory was not used for long
 _NOTHING: NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
@@ -65,11 +68,19 @@ class Frame:
         for place, part in self._parts:
             piece = slice(start + place, start + place + part.nbytes)
             if isinstance(part, np.ndarray):
-                array[piece] = part  # one memcpy, without the interpreter's lock
+                _copy(array[piece], part)
             elif part.device.type == "cpu" and part.is_contiguous():
-                array[piece] = part.reshape(-1).view(torch.uint8).numpy()
+                _copy(array[piece], part.reshape(-1).view(torch.uint8).numpy())
             else:
                 memory[piece].view(part.dtype).view(part.shape).copy_(part)
+
+
+def _copy(into: NDArray[np.uint8], part: NDArray[np.uint8]) -> None:
+    """Copies bytes, without the interpreter's lock."""
+    if part.nbytes < _LONG_NBYTES:
+        into[:] = part
+    else:
+        copy_past_cache(into.ctypes.data, part.ctypes.data, part.nbytes)
 
 
 def pack(data: Any, encode_other: Callable[[Any], Any]) -> Frame:
