@@ -5,7 +5,7 @@
 
 What is vLLM-Omni's: the factory, the serializer, ``SharedMemoryConnector``, and the loop that receives (a question for each
 request that waits, and then a pause of a millisecond). ``woken`` is shmring's connector without that loop: the receiver waits
-in ``get_with_deadline``. The sender puts one chunk after the other, with a pause in which the receiver can take it.
+in ``get_with_deadline``. The receiver keeps up: the sender is told that a chunk was taken, and puts the next one after a pause.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OWN, LOOPED, WOKEN = "omni", "shmring", "woken"
 STORE = "bench-omni"
 _SLAB = "512MiB"
 _WARM_UP = 3  # chunks before anything is timed
-_PAUSE_S = 0.002
+_PAUSE_S = 0.002  # in which the receiver asks for the next chunk
 _LIMIT_S = 60.0  # for a chunk; what takes so long is lost
 _IDLE_S = 2.0
 _WAITING = 8  # requests, of a receiver that has nothing to do
@@ -172,6 +172,7 @@ def _receive(way: str, directory: str, pipe: Connection) -> None:
                 receiver.expect(f"{prefix}_{number}", took)
                 if not came.wait(_LIMIT_S):
                     raise TimeoutError(f"chunk {number} did not come")
+                pipe.send_bytes(b"")
             if total != order.count:
                 raise ValueError("the tensors are others")
             pipe.send((statistics.median(late_s), time.process_time() - began_s))
@@ -209,10 +210,11 @@ class _Sender:
             done, *_ = self._connector.put("0", "1", f"{prefix}_{number}", data)
             if not done:
                 raise RuntimeError(f"chunk {number} could not be put")
+            if not self._pipe.poll(_LIMIT_S):
+                raise TimeoutError(f"chunk {number} was not taken")
+            self._pipe.recv_bytes()
             time.sleep(_PAUSE_S)
         sender_s = time.process_time() - began_s
-        if not self._pipe.poll(_LIMIT_S):
-            raise TimeoutError("the receiver does not answer")
         p50_s, receiver_s = self._pipe.recv()
         store_s = self._store_s() - store_s
         return Measurement(p50_s * 1e3, *(each / order.count * 1e3 for each in (sender_s, receiver_s, store_s)))
