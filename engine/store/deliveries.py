@@ -3,7 +3,8 @@
 Theory of operation. Three requests, of which :mod:`shmring.client.deliveries` has the other half. ``deliver`` has the content
 as its payload, so its claim keeps it pinned. It is answered at once, and the claim is left when the delivery is over. Whoever
 delivered it is told a moment later, together with others: being told wakes a process. ``take`` is answered with the key of a
-delivery, or with one that is small, at once or when one comes; a taker says that it has the content by ending its request.
+delivery, or with one that is small, at once or when one comes. A taker says that it has the content of a key by ending its
+request; one that is small ends it.
 ``withdraw`` has a process take its own deliveries back.
 
 Whoever dies takes nothing from others. What a dead process has delivered can be taken for a while; what was handed out to a
@@ -16,13 +17,12 @@ of a claim raises.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
-from shmring import AbortedError, Claim, WouldBlock
+from shmring import AbortedError, Claim, ShmringError, WouldBlock
 from shmring.client.deliveries import ABSENT, ACCEPTED, DELIVER, TAKE, WITHDRAW
 from shmring.door import KEY_NBYTES
 
@@ -67,7 +67,7 @@ class Deliveries:
         self._untaken: dict[bytes, _Delivery] = {}
         self._waiting: dict[bytes, dict[Claim[Any], None]] = {}  # in line
         self._handed_out: dict[Claim[Any], _Delivery] = {}  # by the claim of who takes it, who has not said that it has it
-        self._answering: set[asyncio.Task[None]] = set()  # takers of what is small, as soon as there is room for the answer
+        self._answering: set[asyncio.Task[None]] = set()  # takers of what is small, when there is room for the answer
         self._over: list[Claim[Any]] = []  # of what was taken, of which the senders do not know yet
         self._taken = self._withdrawn = self._dropped = 0
 
@@ -110,10 +110,17 @@ class Deliveries:
         replaced = self._untaken.pop(name, None)
         if replaced is not None:
             replaced.claim.done()
-        while (taker := self._next_in_line(name)) is not None:
+        self._offer(delivery)
+
+    def _offer(self, delivery: _Delivery) -> None:
+        """Gives a delivery to the first process that waits for it, or keeps it for one that comes."""
+        while (taker := self._next_in_line(delivery.name)) is not None:
             if self._hand_out(delivery, taker):
                 return
-        self._untaken[name] = delivery
+        if delivery.name in self._untaken:  # a later one has come while this one was with a taker that went
+            delivery.claim.done()
+        else:
+            self._untaken[delivery.name] = delivery
 
     def _take(self, taker: Claim[Any], name: bytes, tells: bool) -> None:
         taker.on_abort(functools.partial(self._taker_left, taker, name))
@@ -130,32 +137,30 @@ class Deliveries:
             if not self._say(taker, delivery.key):
                 return False
             self._handed_out[taker] = delivery
-            return True
-        try:
-            taker.reply_nowait([delivery.claim.payload[3]])
-        except AbortedError:
-            return False
-        except WouldBlock:  # others have all the memory for answers for the moment
-            answering = asyncio.get_running_loop().create_task(self._answer_in_turn(taker, delivery))
+        else:
+            answering = asyncio.get_running_loop().create_task(self._answer(taker, delivery))
             self._answering.add(answering)
             answering.add_done_callback(self._answering.discard)
-            return True
-        taker.done()
-        self._is_over(delivery)
         return True
 
-    async def _answer_in_turn(self, taker: Claim[Any], delivery: _Delivery) -> None:
+    async def _answer(self, taker: Claim[Any], delivery: _Delivery) -> None:
+        """Sends what is small, in the one message that ends the taker's request, as soon as there is room for it."""
         try:
-            with contextlib.suppress(AbortedError):
-                await taker.reply([delivery.claim.payload[3]])
-            taker.done()
-        finally:
+            await taker.done([delivery.claim.payload[3]])
+        except AbortedError:  # it waits no more
+            taker.release()
+            self._offer(delivery)
+        except (ShmringError, TypeError) as error:  # larger than an answer can be, say
+            taker.fail(error)
+            delivery.claim.fail(error)
+        else:
             self._is_over(delivery)
 
     def _is_over(self, delivery: _Delivery) -> None:
         """A delivery was taken."""
         self._taken += 1
-        delivery.claim.release()
+        if delivery.key:
+            delivery.claim.release()  # tells nobody: its sender has left it
         if not self._over:
             asyncio.get_running_loop().call_later(_TOLD_S, self._tell)
         self._over.append(delivery.claim)

@@ -33,6 +33,7 @@ from shmring.errors import RemoteError, RemoteProtocolError, ShmringError, Would
 
 if TYPE_CHECKING:
     from shmring.client.client import Client
+    from shmring.client.slot import Slot
 
 __all__ = ["ABSENT", "ACCEPTED", "DELIVER", "TAKE", "WITHDRAW", "Deliveries", "Taken"]
 
@@ -109,7 +110,9 @@ class Deliveries:
         """
         await self._withdraw([])
 
-    async def deliver(self, name: bytes, payload: object, *, timeout: float, small: bool = False) -> None:
+    async def deliver(
+        self, name: bytes, payload: object, *, timeout: float, small: bool = False, slot: Slot | None = None
+    ) -> None:
         """Delivers content. When this returns, it is there for whoever asks for the name, also if this process dies.
 
         A delivery of this name that nobody has taken is replaced.
@@ -118,6 +121,7 @@ class Deliveries:
             name: 32 bytes.
             payload: as of :meth:`shmring.Client.keep`; copied once, or not at all if it lies in a slot of the client.
             timeout: seconds to wait for room. What takers have in use is no room.
+            slot: of the client, with the payload in it: it is left as soon as the store has that.
             small: whether it is so small that a further copy takes less time than two questions to the store: some 64 KiB. It
                 needs no tensor then.
 
@@ -130,7 +134,7 @@ class Deliveries:
         check_key(name)
         try:
             async with asyncio.timeout(timeout):
-                submission = await (self._send(name, b"", payload) if small else self._keep_and_send(name, payload))
+                submission = await self._send(name, payload, small, slot)
         except TimeoutError:
             what = "room at the store, and its answer"
             raise TimeoutError(f"it took longer than the {timeout:g} s it was given: {what}") from None
@@ -141,9 +145,21 @@ class Deliveries:
         for _ in range(_LOOKED_AT):
             await self._look_at_the_oldest()
 
-    async def _keep_and_send(self, name: bytes, payload: object) -> Submission:
-        with await self._keep(payload) as kept:
-            return await self._send(name, kept.key, kept.payload)
+    async def _send(self, name: bytes, payload: object, small: bool, slot: Slot | None) -> Submission:
+        """Returns the request that the content is in, when the store has it; before that, it would go with this process."""
+        if small:
+            submission = await self._client.submit([DELIVER, name, b"", payload])
+        else:
+            with await self._keep(payload) as kept:
+                submission = await self._client.submit([DELIVER, name, kept.key, kept.payload])
+        if slot is not None:
+            slot.close()  # the request has it. So the store hears of both at once, and is not woken for each
+        try:
+            await submission.next()
+        except BaseException:
+            submission.abort()
+            raise
+        return submission
 
     async def _keep(self, payload: object) -> Kept[Any]:
         """Has the store keep content, as soon as there is room for it."""
@@ -152,23 +168,15 @@ class Deliveries:
                 return await self._client.keep(secrets.token_bytes(KEY_NBYTES), payload)
             await asyncio.sleep(_ROOM_S)
 
-    async def _send(self, name: bytes, key: bytes, payload: object) -> Submission:
-        submission = await self._client.submit([DELIVER, name, key, payload])
-        try:
-            await submission.next()  # the store has it; before that, it would go with this process
-        except BaseException:
-            submission.abort()
-            raise
-        return submission
-
     async def _look_at_the_oldest(self) -> None:
         """Forgets a delivery that is over: taken, replaced, withdrawn, or dropped since nobody came."""
         if not self._untaken:
             return
-        name, submission = self._untaken.popitem(last=False)
+        name, submission = next(iter(self._untaken.items()))
         if not submission.ended:
-            self._untaken[name] = submission
+            self._untaken.move_to_end(name)
             return
+        del self._untaken[name]
         try:
             await submission.wait()
         except (RemoteError, TimeoutError) as error:

@@ -130,6 +130,63 @@ async def test_many_small_ones_at_once_wait_for_room_in_the_answers(store: Deliv
     assert [await each for each in waiting] == list(range(len(names)))
 
 
+@pytest.mark.ring(reply_nbytes="64KiB")
+async def test_a_taker_that_goes_before_there_was_room_for_its_answer_leaves_it_to_others(
+    store: Deliveries, ends: list[OfClient]
+) -> None:
+    sender, first, second = ends
+
+    async def deliver(text: str, number: int, size: int = 50_000) -> None:
+        await sender.deliver(name(text), frame(number, size), timeout=LIMIT_S, small=True)
+
+    await deliver("room", 1, 20_000)
+    held = await first.take(name("room"))
+    for later in (None, 3):
+        waiting = asyncio.create_task(first.take(name("a")))
+        await eventually(lambda: store.describe()["waiting"] == 1)
+        await deliver("a", 2)
+        assert (store.describe()["untaken"], store.describe()["waiting"]) == (0, 0), "it is to be sent when there is room"
+        if later:
+            await deliver("a", later)
+        await cancel(waiting)
+        await eventually(lambda: not store._answering)
+        assert store.describe()["untaken"] == 1
+        if later:
+            held.close()
+            assert await taken(second.take(name("a"))) == later
+        else:
+            await sender.withdraw(name("a"))
+    await eventually(lambda: not sender.untaken)
+
+
+@pytest.mark.ring(reply_nbytes="64KiB")
+async def test_one_that_no_answer_can_have_is_an_error_of_both_sides_alone(
+    store: Deliveries, ends: list[OfClient], caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, taker, _ = ends
+    await sender.deliver(name("a"), frame(1, 100_000), timeout=LIMIT_S, small=True)
+    with pytest.raises(shmring.RemoteError, match="CapacityError"):
+        await taken(taker.take(name("a")))
+    await eventually(lambda: not sender.untaken)
+    await sender.deliver(name("b"), frame(2), timeout=LIMIT_S)
+    assert "what was delivered was dropped: CapacityError" in caplog.text
+    assert await taken(taker.take(name("b"))) == 2
+
+
+async def test_a_slot_that_something_is_delivered_from_is_left(ring: Ring, store: Deliveries, ends: list[OfClient]) -> None:
+    sender, taker, _ = ends
+    for number, small in enumerate((True, False), 1):
+        slot = await sender._client.slot(SIZE)
+        view = slot.tensor((SIZE,), torch.uint8)
+        view.fill_(number)
+        await sender.deliver(name("a"), {"frame": view}, timeout=LIMIT_S, small=small, slot=slot)
+        with pytest.raises(shmring.ClosedError):
+            slot.tensor((1,), torch.uint8)
+        assert await taken(taker.take(name("a"))) == number
+    await eventually(lambda: ring.statistics().kept_pinned == 0)
+    await eventually(lambda: sender._client.statistics().slots_submitted == 0)
+
+
 async def test_the_later_of_two_with_one_name_stands(store: Deliveries, ends: list[OfClient]) -> None:
     sender, other, taker = ends
     await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)

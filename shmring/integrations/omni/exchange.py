@@ -114,10 +114,10 @@ class _InLoop:
         self._look_for_store()
         return await self.client.slot(nbytes, timeout=self._settings.wait_s)
 
-    async def deliver(self, name: bytes, frame: torch.Tensor) -> None:
+    async def deliver(self, name: bytes, frame: torch.Tensor, slot: Slot | None) -> None:
         self._look_for_store()
         small = frame.nbytes <= SMALL_NBYTES
-        await self._deliveries.deliver(name, {"frame": frame}, timeout=self._settings.wait_s, small=small)
+        await self._deliveries.deliver(name, {"frame": frame}, timeout=self._settings.wait_s, small=small, slot=slot)
 
     async def withdraw(self, names: list[bytes]) -> None:
         async with asyncio.timeout(_CLOSE_S):
@@ -220,15 +220,16 @@ class Exchange:
         if frame.nbytes <= SMALL_NBYTES:  # one more copy costs less than a turn of the loop for a slot
             memory = torch.empty(frame.nbytes, dtype=torch.uint8)
             frame.write_to(memory)
-            self._thread.call(self._end.deliver, name, memory)
+            self._thread.call(self._end.deliver, name, memory, None)
             return
         slot: Slot = self._thread.call(self._end.slot, frame.nbytes, undo=Slot.close)
         try:
             memory = slot.tensor((frame.nbytes,), torch.uint8)
             frame.write_to(memory)  # in this thread: the loop goes on
-            self._thread.call(self._end.deliver, name, memory)
-        finally:
+            self._thread.call(self._end.deliver, name, memory, slot)
+        except BaseException:
             self._thread.post(slot.close)
+            raise
 
     def withdraw(self, names: Collection[bytes]) -> None:
         """Takes back what nobody has taken. When this returns, a name may be used anew.
