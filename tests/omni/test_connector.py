@@ -235,6 +235,24 @@ def test_who_waits_is_woken(omni: SimpleNamespace, store: Any, connector: Any, s
     assert number_of(waiting.ended(HANGS_S)[0]) == 3
 
 
+def test_one_of_two_threads_gets_it_and_who_gives_a_key_up_wakes_the_others(
+    omni: SimpleNamespace, store: Any, connector: Any, socket_dir: Path
+) -> None:
+    sender, receiver = connector(0), connector(1)
+    for number in range(2):
+        waiting = [
+            Thread(lambda: receiver.get_with_deadline("0", "1", "r", deadline=time.monotonic() + HANGS_S)) for _ in range(2)
+        ]
+        until(lambda: len(receiver._exchange._changed._waiters) == 2)
+        if number == 0:
+            assert sender.put("0", "1", "r", chunk(3))[0]
+        else:
+            receiver.abandon_get("r")
+        came = [each.ended(HANGS_S / 2) for each in waiting]
+        assert [number_of(each[0]) for each in came if each is not None] == ([3] if number == 0 else [])
+    assert receiver._exchange.waiting == 0
+
+
 def test_a_round_in_vain_waits_for_anything(omni: SimpleNamespace, store: Any, connector: Any, socket_dir: Path) -> None:
     sender, receiver = connector(0), connector(1, shmring_poll_wait_s=HANGS_S)
     assert [receiver.get("0", "1", key) for key in ("a", "b")] == [None, None]

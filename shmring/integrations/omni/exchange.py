@@ -62,7 +62,7 @@ class _Want:
         is_answered: whether the store has said that it is there, or is not.
         frame, error: what came; one of them.
         task: takes it, in the loop.
-        is_left: whether nobody wants it any more.
+        is_left: whether it was taken, or nobody wants it any more: another call asks anew.
     """
 
     __slots__ = ("asked_s", "error", "frame", "is_answered", "is_left", "task")
@@ -266,6 +266,8 @@ class Exchange:
                 self._pause_s = self._settings.poll_wait_s
                 self._thread.post(self._ask, name, want, until_s is None)
             self._wait_for(name, want, until_s, is_new)
+            if want.is_left:  # meanwhile: another thread has taken it, or nobody asks for it any more
+                return None
             want.asked_s = time.monotonic()
             if not want.is_over:
                 self._polled.add(name)
@@ -280,9 +282,9 @@ class Exchange:
         if want.is_over:
             return
         if until_s is not None:
-            self._changed.wait_for(lambda: want.is_over or self._is_closed, max(0.0, until_s - time.monotonic()))
+            self._changed.wait_for(lambda: want.is_over or want.is_left, max(0.0, until_s - time.monotonic()))
         elif is_new and self._end.client.connected:
-            self._changed.wait_for(lambda: want.is_answered or self._is_closed, _ANSWER_S)
+            self._changed.wait_for(lambda: want.is_answered or want.is_left, _ANSWER_S)
         elif name in self._polled:
             self._polled.clear()
             arrivals = self._arrivals
@@ -300,13 +302,14 @@ class Exchange:
                     self._leave(name, want)
 
     def _forget(self, name: bytes, want: _Want) -> None:
-        if self._wants.get(name) is want:
-            del self._wants[name]
+        del self._wants[name]
         self._polled.discard(name)
+        want.is_left = True
 
     def _leave(self, name: bytes, want: _Want) -> None:
         self._forget(name, want)
-        want.is_left, want.frame = True, None
+        want.frame = None
+        self._changed.notify_all()
         self._thread.post(_cancel, want)
 
     # -- in the loop -------------------------------------------------------------------------------------------------------
@@ -349,7 +352,8 @@ class Exchange:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._wants.clear()
+            for name, want in list(self._wants.items()):
+                self._leave(name, want)
             self._changed.notify_all()
         with contextlib.suppress(ClosedError):
             self._thread.close()
