@@ -69,6 +69,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("shmring.engine.protocol", "shmring.engine.counted", "shmring.engine.metrics", "shmring.engine.settings"),
         "shmring.service",
         "shmring.transport.liveness",  # it ends with its replica's process
+        "shmring.memory.copying",  # what a stage of vLLM-Omni passes on is written in one piece
     ),
 }
 # What each process of a server has, whatever it serves.
