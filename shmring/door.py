@@ -47,6 +47,7 @@ __all__ = [
     "seconds_of",
     "shape_of",
     "shown",
+    "stream_of",
     "timeout_of",
     "validate_name",
 ]
@@ -390,6 +391,18 @@ def keys_of(keys: Any) -> list[bytes]:
     for key in listed:
         check_key(key)
     return listed
+
+
+def stream_of(stream: Any) -> tuple[int, int]:
+    """Returns the numbers of a stream of torch's: of its GPU, and its own there.
+
+    Raises:
+        TypeError: it is none. A number alone is none: each GPU has a stream of that number.
+    """
+    device, number = getattr(stream, "device_index", None), getattr(stream, "cuda_stream", None)
+    if not isinstance(device, int) or not isinstance(number, int):
+        raise TypeError(f"stream is a stream of torch's, such as torch.cuda.current_stream(), or None, not {shown(stream)}")
+    return device, number
 
 
 def check_route_key(key: Any) -> None:

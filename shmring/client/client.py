@@ -44,6 +44,7 @@ from shmring.door import (
     names_of,
     parse_nbytes,
     shown,
+    stream_of,
     timeout_of,
 )
 from shmring.errors import ClosedError, EngineDeadError, ShmringError, WouldBlock
@@ -491,7 +492,8 @@ class Client(ClientCalls):
             key: as of :meth:`keep`.
             payload: any msgspec-encodable object with tensors in ``slot``, and in no other memory. Don't change it.
             slot: of this client, in host memory.
-            stream: what is queued on it by now writes to the slot: a stream of torch's, or its number on this thread's device.
+            stream: what is queued on it by now writes to the slot: a stream of torch's, of any GPU. No number: that would be of
+                another stream on each GPU.
                 None: nothing is queued, the slot is written.
 
         Returns:
@@ -500,7 +502,7 @@ class Client(ClientCalls):
         Raises:
             WouldBlock: the engine is about to end.
             CapacityError, TypeError: as :meth:`keep`.
-            CudaError: CUDA can't say when its work is done. The slot is kept for good.
+            CudaError, RuntimeError: CUDA can't say when its work is done, or no thread waits for it; the slot is kept for good.
             ValueError: the tensors lie elsewhere, or the slot is not of this client.
             ClosedError: the slot was left, or the client closed.
             EngineDeadError: the engine has gone.
@@ -508,10 +510,11 @@ class Client(ClientCalls):
         check_key(key)
         if not isinstance(slot, Slot):
             raise TypeError(f"slot is a slot of this client, not {shown(slot)}")
+        gpu_stream = None if stream is None else stream_of(stream)
         session = self._engines.given(slot.engine).ready_nowait()
         if slot._end is not session.end:
             raise ClosedError("this slot is of another client, or of an earlier life of its engine")
-        return session.kept.keep_nowait(key, payload, slot, stream)
+        return session.kept.keep_nowait(key, payload, slot, gpu_stream)
 
     async def keep(self, key: bytes, payload: object, *, timeout: float | None = None, engine: str | None = None) -> Kept[Any]:
         """Gives content to an engine, to be found under a key by every client until its space is wanted for something else.
@@ -749,7 +752,10 @@ class Client(ClientCalls):
         return ClientStatistics.total([connection.statistics() for connection in self.engines.values()])
 
     async def close(self) -> None:
-        """Aborts pending requests, says goodbye, and detaches. A second call does nothing."""
+        """Aborts pending requests, says goodbye, and detaches. A second call does nothing.
+
+        What was handed over with :meth:`keep_nowait` is kept before, if the GPU and the engine need no more than a second.
+        """
         if self._engines.home.is_closed or self._engines.home.forked:
             return  # a forked child must not say goodbye for its parent
         self._engines.home.check_loop()

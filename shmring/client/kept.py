@@ -51,7 +51,6 @@ from shmring.core.messages import (
 from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, ClosedError, RemoteError, RemoteProtocolError, ShmringError, WouldBlock, fresh
 from shmring.gpu.behind import Behind
-from shmring.gpu.cuda import Stream
 from shmring.line import Place, WaitingLine
 from shmring.memory.slab import Slab
 from shmring.memory.slots import HostSlots
@@ -385,8 +384,8 @@ class KeptContents:
         if isinstance(result, Pin):
             self.leave(result, None)
 
-    def keep_nowait(self, key: bytes, payload: object, slot: Slot, stream: Stream | None) -> Keeping:
-        """See :meth:`Client.keep_nowait`."""
+    def keep_nowait(self, key: bytes, payload: object, slot: Slot, stream: tuple[int, int] | None) -> Keeping:
+        """See :meth:`Client.keep_nowait`; the stream is given as the numbers of its GPU and its own."""
         self.life.check_alive()
         self.life.home.check_loop()
         packed = self.end.pack(payload)
@@ -399,11 +398,15 @@ class KeptContents:
         if stream is not None:
             number = next(self._tokens)
             self._handed[number] = handed  # first: if CUDA can't say when it has done its work, the slot is kept for good
-            if not self._behind.follow(stream, number):
+            if not self._behind.follow(*stream, number):
                 return handed.keeping
             del self._handed[number]
         self._publish(handed)
         return handed.keeping
+
+    def handed_over(self) -> list[asyncio.Future[None]]:
+        """What is done when the content of a slot that was handed over is kept, or is not; for each of these slots."""
+        return [*self._publishing, *(handed.keeping._over for handed in self._handed.values())]
 
     def gpu_came(self, number: int) -> None:
         """A GPU has done what was queued before a slot was handed over."""

@@ -479,15 +479,22 @@ class Session:
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Says goodbye: unused memory goes back at once, the rest when the last of it is left."""
+        """Says goodbye: unused memory goes back at once, the rest when the last of it is left.
+
+        What was handed over is kept before, if the GPU and the engine are in time.
+        """
         if self.life.error is not None:
             return
-        self.life.home.is_closed = True
-        self.end.is_open = False
-        for submission in list(self.end.pending.values()):
-            self.abort(submission, self.life.home.closed_error())
         try:
             try:
+                try:
+                    if handed_over := self.kept.handed_over():
+                        await asyncio.wait(handed_over, timeout=_GOODBYE_TIMEOUT_S)
+                finally:
+                    self.life.home.is_closed = True
+                    self.end.is_open = False
+                    for submission in list(self.end.pending.values()):
+                        self.abort(submission, self.life.home.closed_error())
                 if self.sending.copies:  # waiting callers learn that this is closed, and give their slots up
                     await asyncio.wait(self.sending.copies, timeout=_GOODBYE_TIMEOUT_S)
                 if self.life.error is None:

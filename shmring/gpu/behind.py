@@ -7,11 +7,10 @@ thread waits for that (``watcher.py``); it begins with the first use. Nothing he
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
 from shmring.core.compiled import Regions
-from shmring.gpu.cuda import Cuda, Stream, stream_number
+from shmring.gpu.cuda import Cuda
 from shmring.gpu.watcher import Watcher
 
 __all__ = ["Behind"]
@@ -35,39 +34,46 @@ class Behind:
         self._key = key
         self._loop = loop
         self._watchers: dict[int, Watcher] = {}  # by device
+        self._has_failed = False
 
-    def follow(self, stream: Stream, number: int) -> bool:
+    def follow(self, device: int, stream: int, number: int) -> bool:
         """Has a number reported when a GPU has done what is queued on a stream now.
 
         Args:
-            stream: torch's, or the number of one of this thread's device.
-            number: which.
+            device, stream: the numbers of a GPU and of a stream there.
+            number: which is reported.
 
         Returns:
             Whether it has done so already; then nothing will be reported.
 
         Raises:
-            CudaError: CUDA can't say when that is.
+            CudaError, RuntimeError: CUDA can't say when that is, or no thread can wait for it. What is held at the end is kept
+                for good.
         """
-        device = self._cuda.current_device() if isinstance(stream, int) else stream.device_index
-        watcher = self._watchers.get(device)
-        if watcher is None:
-            watcher = self._watchers[device] = Watcher(self._cuda.gpu(device), "shmring publishing")
-        if watcher.watch.follow(self._regions, (self._key, number), (stream_number(stream),)):
-            return True
-        watcher.look_soon(self._loop)
+        try:
+            watcher = self._watchers.get(device)
+            if watcher is None:
+                watcher = self._watchers[device] = Watcher(self._cuda.gpu(device), "shmring publishing")
+            if watcher.watch.follow(self._regions, (self._key, number), (stream,)):
+                return True
+            watcher.look_soon(self._loop)
+        except BaseException:
+            self._has_failed = True
+            raise
         return False
 
     def close(self, held: list[Any]) -> None:
         """Reports nothing more. What is held goes, on a thread, when the GPU has done all that it was given; or never."""
-        watchers, self._watchers = self._watchers, {}
-        if watchers:
-            with contextlib.suppress(RuntimeError):  # the loop is closing: it goes with the process
-                self._loop.run_in_executor(None, _see_out, list(watchers.values()), held)
+        watchers, self._watchers = [*self._watchers.values()], {}
+        if watchers or held:
+            try:
+                self._loop.run_in_executor(None, _see_out, watchers, held, self._has_failed)
+            except RuntimeError:  # there is no thread, or the loop is closing
+                _NEVER_RELEASED.append(held)
 
 
-def _see_out(watchers: list[Watcher], held: list[Any]) -> None:
-    if sum(not watcher.close(_CLOSE_TIMEOUT_S) for watcher in watchers):
+def _see_out(watchers: list[Watcher], held: list[Any], has_failed: bool) -> None:
+    if sum(not watcher.close(_CLOSE_TIMEOUT_S) for watcher in watchers) or has_failed:
         _NEVER_RELEASED.append(held)
 
 

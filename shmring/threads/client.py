@@ -471,10 +471,10 @@ class Client(Blocking[_ClientInLoop]):
 
         Args:
             key, payload, slot: as of :meth:`shmring.Client.keep_nowait`.
-            stream: what is queued on it by now writes to the slot: a stream of torch's. None: the slot is written.
+            stream: what is queued on it by now writes to the slot: a stream of torch's, of any GPU. None: the slot is written.
 
         Raises:
-            WouldBlock, CapacityError, TypeError, ValueError, CudaError, ClosedError, EngineDeadError: as
+            WouldBlock, CapacityError, TypeError, ValueError, CudaError, RuntimeError, ClosedError, EngineDeadError: as
                 :meth:`shmring.Client.keep_nowait`.
         """
         if not isinstance(slot, Slot):
@@ -524,6 +524,7 @@ class Client(Blocking[_ClientInLoop]):
     def close(self) -> None:
         """Aborts pending requests, says goodbye, detaches, and ends the thread.
 
+        What was handed over with :meth:`keep_nowait` is kept before, if the GPU and the engine need no more than a second.
         Waiting threads get ``ClosedError`` at once. A second call does nothing.
         """
         self._thread.close()

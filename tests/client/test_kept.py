@@ -675,6 +675,33 @@ async def test_a_slot_is_handed_over_without_waiting_and_its_caller_has_left_it(
     assert client.statistics().slots_in_use == client.statistics().copies == 0
 
 
+@pytest.mark.parametrize("first_turns", [0, 1, 50])
+async def test_a_client_that_closes_has_published_what_it_handed_over(
+    ring: Ring, connect: Any, monkeypatch: pytest.MonkeyPatch, first_turns: int
+) -> None:
+    monkeypatch.setattr("shmring.client.session._GOODBYE_TIMEOUT_S", 60.0)
+    client, other = await connect(), await connect()
+    slot = await client.slot(SIZE)
+    keeping = client.keep_nowait(key(1), {"x": slot.tensor((SIZE,), torch.uint8).fill_(7)}, slot)
+    await turns(first_turns)
+    await client.close()
+    assert (keeping.ended, keeping.error) == (True, None)
+    with await other.find(key(1)) as kept:
+        assert int(kept.payload["x"].sum()) == 7 * SIZE
+
+
+async def test_a_client_that_closes_waits_no_longer_than_that_for_what_it_handed_over(
+    ring: Ring, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.client.session._GOODBYE_TIMEOUT_S", 0.01)
+    slot = await client.slot(SIZE)
+    hold(session_of(client).link)
+    keeping = client.keep_nowait(key(1), {"x": slot.tensor((SIZE,), torch.uint8)}, slot)
+    await client.close()
+    with pytest.raises(shmring.ClosedError):
+        await keeping.wait()
+
+
 @pytest.mark.ring(kept_nbytes="56KiB")
 async def test_what_is_not_kept_after_all_says_why_and_its_slot_is_free(ring: Ring, connect: Any) -> None:
     client, other = await connect(), await connect()

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ async def never(ring: shmring.Ring, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     never: list[Any] = []
     monkeypatch.setattr(behind, "_NEVER_RELEASED", never)
     monkeypatch.setattr(behind, "_CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("shmring.client.session._GOODBYE_TIMEOUT_S", 0.01)
     yield never
     never.clear()
     await settled(ring)
@@ -118,15 +121,48 @@ async def test_one_stream_that_stands_still_keeps_nothing_back_on_another_gpu(cl
     await slots[0].wait()
 
 
+async def test_what_is_no_stream_is_refused_and_the_slot_stays_with_its_caller(client: Client) -> None:
+    async with client.slot(NBYTES) as slot:
+        view = slot.tensor((NBYTES,), torch.uint8).fill_(3)
+        for wrong in (0, True, 1.5, "cuda", torch.device("cuda", 0), object()):
+            with pytest.raises(TypeError, match="a stream of torch's"):
+                client.keep_nowait(KEY, {"x": view}, slot, stream=wrong)
+        del view
+    assert client.statistics().slots_in_use == 0
+
+
+async def test_a_stream_is_of_its_own_gpu_whichever_is_this_threads(client: Client, other: Client, cuda: Any) -> None:
+    stream = cuda.create_stream(1)
+    stream.held = True
+    slot, view = await written(client, cuda, stream)
+    keeping = client.keep_nowait(KEY, {"x": view}, slot, stream=stream)
+    del view
+    await turns()
+    assert not keeping.ended
+    cuda.release(stream)
+    with await other.wait_kept(KEY) as kept:
+        assert int(kept.payload["x"].sum()) == 7 * NBYTES
+
+
+@pytest.mark.first_row_on_both_loops
+@pytest.mark.parametrize("what", ["an event", "the GPU", "a thread"])
 async def test_where_cuda_can_not_say_when_the_slot_is_kept_for_good(
-    ring: shmring.Ring, client: Client, cuda: Any, never: list[Any], monkeypatch: pytest.MonkeyPatch
+    ring: shmring.Ring, client: Client, cuda: Any, never: list[Any], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr("shmring.core.dropped.DROPPED_S", 0.0)  # a slot that is dropped comes back at once
     stream = cuda.create_stream(0)
     stream.held = True
     slot, view = await written(client, cuda, stream)
-    cuda.fail("cuEventRecord")
-    with pytest.raises(CudaError):
+    if what == "an event":
+        cuda.fail("cuEventRecord")
+    elif what == "the GPU":
+        monkeypatch.setattr(cuda, "gpu", _fail)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", _fail)
+        executor = ThreadPoolExecutor()  # there is no thread that sees the slot out, either
+        executor.shutdown()
+        asyncio.get_running_loop().set_default_executor(executor)
+    with pytest.raises((CudaError, RuntimeError)):
         client.keep_nowait(KEY, {"x": view}, slot, stream=stream)
     del view
     slot.close()
@@ -142,9 +178,52 @@ async def test_where_cuda_can_not_say_when_the_slot_is_kept_for_good(
     assert ring.statistics().quarantined_nbytes > 0, "it goes with this process"
 
 
-async def test_a_client_that_closes_gives_the_memory_back_when_the_gpu_is_done(
-    ring: shmring.Ring, client: Client, cuda: Any
+def _fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("there is none")
+
+
+async def test_of_one_gpu_that_can_not_say_the_slot_is_kept_though_the_others_are_done(
+    client: Client, cuda: Any, never: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    quick, slow = cuda.create_stream(1), cuda.create_stream(0)
+    quick.held = slow.held = True
+    slot, view = await written(client, cuda, quick)
+    keeping = client.keep_nowait(KEY, {"x": view}, slot, stream=quick)
+    cuda.release(quick)
+    await keeping.wait()
+    slot, view = await written(client, cuda, slow)
+    monkeypatch.setattr(cuda, "gpu", _fail)
+    with pytest.raises(RuntimeError):
+        client.keep_nowait(bytes([1]) * 32, {"x": view}, slot, stream=slow)
+    monkeypatch.setattr(behind, "_CLOSE_TIMEOUT_S", 60.0)
+    await client.close()
+    await eventually(lambda: len(never) == 1)
+    cuda.release(slow)
+
+
+async def test_a_client_that_closes_while_the_gpu_comes_to_it_has_published(
+    client: Client, other: Client, cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.client.session._GOODBYE_TIMEOUT_S", 60.0)
+    stream = cuda.create_stream(0)
+    stream.held = True
+    slot, view = await written(client, cuda, stream)
+    keeping = client.keep_nowait(KEY, {"x": view}, slot, stream=stream)
+    del view, slot
+    closing = asyncio.create_task(client.close())
+    await turns()
+    assert not closing.done()
+    cuda.release(stream)
+    await closing
+    assert (keeping.ended, keeping.error) == (True, None)
+    with await other.find(KEY) as kept:
+        assert int(kept.payload["x"].sum()) == 7 * NBYTES
+
+
+async def test_a_client_that_closes_gives_the_memory_back_when_the_gpu_is_done(
+    ring: shmring.Ring, client: Client, cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.client.session._GOODBYE_TIMEOUT_S", 0.01)
     stream = cuda.create_stream(0)
     stream.held = True
     slot, view = await written(client, cuda, stream)
