@@ -21,6 +21,7 @@ question for each key for which callers wait.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -191,7 +192,15 @@ class Kept(Generic[_Payload]):
         return payload
 
     def close(self) -> None:
-        """Leaves the content. When its last view has died, its memory may be used for something else. Twice is once."""
+        """Leaves the content. When its last view has died, its memory may be used for something else. Twice is once.
+
+        Any thread may call this; on another than the loop's, it is left in the loop's next turn.
+        """
+        loop = self._contents.life.loop
+        if asyncio._get_running_loop() is not loop:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the client is of no use any more
+                loop.call_soon_threadsafe(self.close)
+            return
         pin, self._pin = self._pin, None
         self._payload.clear()
         if pin is not None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import hashlib
+import threading
 from typing import Any
 
 import msgspec
@@ -479,6 +480,30 @@ async def test_what_is_pinned_here_is_found_without_asking(ring: Ring, connect: 
         client.find_nowait("text")
     with pytest.raises(ValueError, match="no engine"):
         client.find_nowait(key(1), engine="other")
+
+
+async def test_what_another_thread_found_is_left_in_the_loop(ring: Ring, connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, other = await connect(), await connect()
+    await give(other, 1)
+    kept = await client.find(key(1))
+    link, here = session_of(client).link, threading.get_ident()
+    writers: list[int] = []
+    send_listed = link.send_listed
+    monkeypatch.setattr(link, "send_listed", lambda *listed: writers.append(threading.get_ident()) or send_listed(*listed))
+
+    def find_and_leave() -> None:
+        with client.find_nowait(key(1)):
+            assert left.wait(60)  # the loop leaves its own meanwhile
+
+    left = threading.Event()
+    thread = asyncio.create_task(asyncio.to_thread(find_and_leave))
+    await eventually(lambda: client.statistics().kept_hits == 2)
+    kept.close()
+    left.set()
+    await thread
+    await eventually(lambda: kept_pinned(ring) == 0)
+    assert writers == [here]
+    assert ring.statistics().protocol_errors == 0
 
 
 @pytest.mark.one_loop
