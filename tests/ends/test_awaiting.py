@@ -17,7 +17,7 @@ import torch
 from shmring import Client, Ring
 from shmring.errors import AbortedError, ClosedError, LocalProtocolError, RemoteError
 from tests.model.inside import has_reply
-from tests.waiting import cancel, turns
+from tests.waiting import cancel, eventually, turns
 
 _LARGER_THAN_INLINE = torch.zeros(64 << 10, dtype=torch.uint8)
 
@@ -172,6 +172,7 @@ async def test_an_error_in_a_slots_block_leaves_the_slot(client: Client) -> None
 async def test_claims_are_taken_together(ring: Ring, client: Client) -> None:
     for number in range(5):
         await client.submit([number, _LARGER_THAN_INLINE])
+    await eventually(lambda: ring.statistics().waiting == 5)
     taken = []
     for most in (2, 16):
         claims = await ring.claim_many(most)
@@ -198,6 +199,8 @@ async def test_claim_many_does_not_overtake_an_earlier_claim(ring: Ring, client:
     with await first as claim:
         assert claim.payload == [0]
     claims = await second
+    if len(claims) < 2:  # what comes in another turn of a busy machine comes later
+        claims += await ring.claim_many(9)
     assert [claim.payload for claim in claims] == [[1], [2]]
     for claim in claims:
         claim.done()

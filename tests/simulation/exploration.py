@@ -168,17 +168,30 @@ EXPLORATIONS: Mapping[str, Scenario] = {
         max_queue=2,
         without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.SEND_KEPT}) - {Kind.ACQUIRE, Kind.CANCEL},
     ),
-    # Content for which callers of two frontends wait, who give up, or whose connection ends, while it is kept.
+    # Content for which callers of two frontends wait, one of whom gives up, or whose connection ends, while it is kept.
     "waited for": msgspec.structs.replace(
         _SMALLER,
         kept_blocks=1,
         keys=1,
         max_asking=1,
         max_held=1,
-        max_asks=2,
+        max_asks=1,
         max_queue=1,
-        without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.SEND_KEPT, Kind.FIND, Kind.LEAVE})
+        without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.SEND_KEPT, Kind.FIND, Kind.UNPIN, Kind.LEAVE})
         - {Kind.ACQUIRE, Kind.WAIT_KEPT, Kind.CANCEL, Kind.ENGINE_HANGS_UP},
+    ),
+    # One that gives up, and waits again while the engine answers.
+    "waited for again": msgspec.structs.replace(
+        _SMALLER,
+        processes=1,
+        kept_blocks=1,
+        keys=1,
+        max_asking=2,
+        max_held=1,
+        max_asks=3,
+        max_queue=1,
+        without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.SEND_KEPT, Kind.FIND})
+        - {Kind.ACQUIRE, Kind.WAIT_KEPT, Kind.CANCEL},
     ),
     # One content, which one frontend keeps and both find and send, until one of them dies, or its connection ends.
     "kept by two": msgspec.structs.replace(
