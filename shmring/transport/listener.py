@@ -238,23 +238,23 @@ class Listener:
         self._name_holder.close()
 
 
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_inherited: weakref.WeakSet[Listener | socket.socket] = weakref.WeakSet()
 _registered_at_fork = False
 
 
-def _close_in_children(listener: Listener) -> None:
-    """Without this, a forked child would keep a dead engine's lock and socket alive."""
+def _close_in_children(held: Listener | socket.socket) -> None:
+    """Without this, a forked child would keep a dead engine's lock and socket alive, and the start of a store."""
     global _registered_at_fork
-    _listeners.add(listener)
+    _inherited.add(held)
     if not _registered_at_fork:
         os.register_at_fork(after_in_child=_close_inherited)
         _registered_at_fork = True
 
 
 def _close_inherited() -> None:
-    for listener in list(_listeners):
-        listener._close_descriptors()
-    _listeners.clear()
+    for held in list(_inherited):
+        held.close() if isinstance(held, socket.socket) else held._close_descriptors()
+    _inherited.clear()
 
 
 def make_directory(directory: Path, others_may_connect: bool = False) -> None:
@@ -298,7 +298,8 @@ def hold_start(path: Path) -> socket.socket | None:
     """Returns what says, until it is closed, that this process starts an engine at a path; None: another process of this user
     does. The kernel closes it with this process, and there is no file.
 
-    If another user has taken the address, several processes may start one at a time: an engine's name is its own anyway.
+    If another user has taken the address, or whoever has it does not listen, several processes may start one at a time: an
+    engine's name is its own anyway.
     """
     try:
         return _hold(path, f"{_kernel_name(path)}-start")
@@ -340,8 +341,10 @@ def _hold_name(path: Path) -> socket.socket:
 
 def _hold(path: Path, address: str) -> socket.socket:
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    _close_in_children(holder)
     try:
         holder.setblocking(False)
+        who = "a process that does not listen there"  # and may be another user's
         for attempt in range(_BETWEEN_CALLS + 1):
             if attempt:
                 time.sleep(_BETWEEN_CALLS_S)
@@ -363,8 +366,9 @@ def _hold(path: Path, address: str) -> socket.socket:
                 pid, uid = peer_credentials(probe)  # of the process that listens
             if uid == os.getuid():
                 raise _name_taken(path, pid)
+            who = "another user"
             break
-        logger.warning("another user has taken the address %s; the lock beside the socket alone holds the name", address[1:])
+        logger.warning("%s has taken the address %s; the lock beside the socket alone holds the name", who, address[1:])
         return holder
     except BaseException:
         holder.close()

@@ -22,7 +22,7 @@ from shmring.core.messages import PROTOCOL_VERSION, Hello
 from shmring.errors import EngineDeadError, LocalProtocolError
 from shmring.processes.process import Process
 from shmring.transport.endpoint import attach_engine
-from shmring.transport.listener import Listener, make_directory, socket_path, sweep_names
+from shmring.transport.listener import Listener, _kernel_name, hold_start, make_directory, socket_path, sweep_names
 from tests.forked import in_child
 from tests.tables import for_each
 
@@ -284,6 +284,36 @@ def test_what_a_forked_child_closes_stays_open_here(socket_dir: Path, listener: 
         Listener.create(listener.path, others_may_connect=False)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(os.fspath(listener.path))
+
+
+def test_a_forked_child_does_not_keep_a_start(path: Path) -> None:
+    held = hold_start(path)
+    assert held is not None
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writes, b"h")  # by now it has closed what is not its own
+        signal.pause()
+    try:
+        os.read(reads, 1)
+        assert hold_start(path) is None
+        held.close()
+        again = hold_start(path)
+        assert again is not None
+        again.close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reads)
+        os.close(writes)
+
+
+def test_an_address_at_which_nobody_listens_keeps_no_engine_from_starting(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(_kernel_name(path))
+        Listener.create(path, others_may_connect=False).close()
+    assert "a process that does not listen there has taken the address" in caplog.text
+    assert "another user" not in caplog.text
 
 
 # -- a socket that somebody removes --------------------------------------------------------------------------------------
