@@ -86,7 +86,8 @@ async def _serve(settings: StoreSettings, ready_fd: int | None) -> None:
         )
         seldom_look_for_garbage()
         if ready_fd is not None:
-            say_ready(ready_fd, Ready(os.getpid(), port))
+            with contextlib.suppress(BrokenPipeError):  # whoever waited is gone, and others may want a store
+                say_ready(ready_fd, Ready(os.getpid(), port))
         await _until_told(ring, stop, settings)
         await _drain(ring, stop, settings.shutdown_timeout_s)
         dropping.cancel()

@@ -1,10 +1,12 @@
 """Starting a store if there is none: one for the processes of a user on a machine, whoever comes first.
 
 Theory of operation. The name of an engine is its own: of two stores that start at a time, one ends before it has reserved
-anything. So nothing has to be agreed on. Who starts one holds an address in the kernel meanwhile, so that the others need not
-start processes in vain; they look for the store, and start one themselves if that process ends without one.
+anything. So nothing has to be agreed on. Everybody asks what has the name until it answers: a store that only has its name may
+end before it has a slab. Who starts one holds an address in the kernel meanwhile, so that the others need not start processes
+in vain. Whoever finds neither a name nor a start starts one, also if others were there before.
 
-The store is a process of its own session. It outlives who has started it, and ends when no client was there for a while.
+The store is no child of the process that started it, which may be ended with all its children. It ends when no client was there
+for a while. A process between these two lasts until the store is ready: it ends as the store, if that ends before.
 """
 
 from __future__ import annotations
@@ -15,37 +17,32 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from pathlib import Path
 
-import msgspec
-
+from shmring.core.messages import PROTOCOL_VERSION
 from shmring.door import parse_nbytes, seconds_of, timeout_of
 from shmring.errors import EngineDeadError
-from shmring.processes.process import Process, ProcessError
+from shmring.processes.process import Process
+from shmring.transport.endpoint import has_answered
 from shmring.transport.listener import hold_start, listens, make_directory, socket_path
 
 __all__ = ["start_store", "start_store_blocking", "store_name"]
 
-_LOOK_S = 0.02  # between two looks, while another process starts one: that takes seconds
+_LOOK_S = 0.02  # between two looks, while a store starts: that takes seconds
+_FIRST_LOOK_S = 0.001  # a store that is there answers at once
 _LONGEST_START_S = 300.0  # a slab of many GiB is filled, and the machine may be busy
-_END_S = 10.0  # from the end of a process's pipe to its own; on an idle machine that is less than a millisecond
 _LOG_NBYTES = 4096  # the last of the log of a store that did not start
 _PATH, _OPTIONS = "PYTHONPATH", "SHMRING_"
 
-
-class _Ready(msgspec.Struct, frozen=True):
-    """What a store says when clients can connect; :class:`shmring.engine.store.process.Ready` has more."""
-
-    pid: int
-
-
-#: The stores that this process has started.
-_started: list[Process] = []
+#: Processes between this one and a store that was not waited for: Python warns of a child that is forgotten while it lives.
+_forgotten: list[Process] = []
 
 
 def store_name() -> str:
-    """Returns the name of a user's store, if no other is given: it has the user's number, as directories may be shared."""
-    return f"store-{os.getuid()}"
+    """Returns the name of a user's store, if no other is given: it has the user's number, as directories may be shared, and the
+    version of the protocol: a store that an older shmring started refuses newer clients, and goes on."""
+    return f"store-{os.getuid()}-v{PROTOCOL_VERSION}"
 
 
 async def start_store(
@@ -61,11 +58,11 @@ async def start_store(
     It needs the extra ``serve``. Its log, of warnings and errors, is ``NAME.log`` in the directory of its socket.
 
     Args:
-        name: of the store; None: ``store-`` and the user's number.
+        name: of the store; None: ``store-``, the user's number, and the version of the protocol.
         slab_nbytes: the memory that it reserves, if it is started here.
         idle_timeout_s: seconds without any client after which it ends; 0: it stays until it is told to end.
         socket_dir: where its socket lies; None: the user's runtime directory.
-        timeout: seconds. Who is cancelled, or has no more time, stops waiting; the store may come all the same.
+        timeout: seconds; None: 300. Who is cancelled, or has no more time, stops waiting; the store may come all the same.
 
     Returns:
         Its name.
@@ -76,14 +73,11 @@ async def start_store(
         PermissionError: the directory is not safe.
         ValueError, TypeError: a name, size or time is not valid.
     """
-    return await asyncio.to_thread(
-        start_store_blocking,
-        name,
-        slab_nbytes=slab_nbytes,
-        idle_timeout_s=idle_timeout_s,
-        socket_dir=socket_dir,
-        timeout=timeout,
-    )
+    name = store_name() if name is None else name
+    with contextlib.closing(_looks(name, slab_nbytes, idle_timeout_s, socket_dir, timeout)) as looks:
+        for pause_s in looks:
+            await asyncio.sleep(pause_s)
+    return name
 
 
 def start_store_blocking(
@@ -109,41 +103,62 @@ def start_store_blocking(
         EngineDeadError, TimeoutError, PermissionError, ValueError, TypeError: as :func:`shmring.start_store`.
     """
     name = store_name() if name is None else name
-    path = socket_path(name, socket_dir)
-    options = ["--slab-nbytes", str(parse_nbytes(slab_nbytes, "slab_nbytes"))]
-    options += ["--idle-timeout", str(seconds_of(idle_timeout_s, "idle_timeout_s")), "--log-level", "warning"]
-    if socket_dir is not None:
-        options += ["--socket-dir", str(path.parent)]
-    seconds = timeout_of(timeout)
-    end_s = time.monotonic() + (_LONGEST_START_S if seconds is None else seconds)
-    make_directory(path.parent)
-    while not listens(path):
-        starting = hold_start(path)
-        if starting is not None:
-            with starting:
-                if not listens(path):  # else it came while we were asking
-                    _start(name, path, options, end_s - time.monotonic())
-        elif time.monotonic() >= end_s:
-            raise TimeoutError(f"another process is starting the store {name!r}, and it is not there in time")
-        else:
-            time.sleep(_LOOK_S)
+    with contextlib.closing(_looks(name, slab_nbytes, idle_timeout_s, socket_dir, timeout)) as looks:
+        for pause_s in looks:
+            time.sleep(pause_s)
     return name
 
 
-def _start(name: str, path: Path, options: list[str], limit_s: float) -> None:
-    """Starts the process, and waits until clients can connect.
+def _looks(
+    name: str, slab_nbytes: int | str, idle_timeout_s: float, socket_dir: str | None, timeout: float | None
+) -> Generator[float]:
+    """Starts a store if there is none, and ends when it answers. Until then it says after how many seconds to go on.
 
-    Raises:
-        EngineDeadError: it has ended, and there is no other.
-        TimeoutError: it is not there in time. It goes on.
+    Raises: as :func:`start_store`.
     """
-    log = path.with_suffix(".log")
-    _started[:] = [each for each in _started if each.returncode is None]  # those that have ended are no zombies any more
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    directory = socket_path(name, socket_dir).parent.absolute()  # the store is elsewhere
+    path = socket_path(name, str(directory))
+    options = ["--socket-dir", str(directory), "--slab-nbytes", str(parse_nbytes(slab_nbytes, "slab_nbytes"))]
+    options += ["--idle-timeout", str(seconds_of(idle_timeout_s, "idle_timeout_s")), "--log-level", "warning"]
+    seconds = timeout_of(timeout)
+    end_s = time.monotonic() + (_LONGEST_START_S if seconds is None else seconds)
+    pause_s = _FIRST_LOOK_S
+    make_directory(directory)
+    _forgotten[:] = [each for each in _forgotten if each.returncode is None]  # those that have ended are no zombies any more
+    process: Process | None = None
+    with contextlib.ExitStack() as held:
+        answers = held.enter_context(contextlib.closing(has_answered(path)))
+        starting = None
+        try:
+            while not next(answers) or process is not None:
+                if process is not None and process.returncode is not None:
+                    if process.returncode and not listens(path):
+                        why = _last_of(path.with_suffix(".log")) or f"it {process.describe_end()}"
+                        raise EngineDeadError(f"the store {name!r} did not start: {why}", engine=name)
+                    process = None  # it is ready, or another one was faster
+                if process is None and not listens(path):
+                    if starting is None and (starting := hold_start(path)) is not None:
+                        held.enter_context(starting)
+                    if starting is not None and not listens(path):  # else it came while we were asking
+                        process = _start(name, path, options)
+                if time.monotonic() >= end_s:
+                    who = "another process is starting" if starting is None else "this process is starting"
+                    raise TimeoutError(f"{who} the store {name!r}, which is not there in time; it may come later")
+                yield pause_s
+                pause_s = min(2 * pause_s, _LOOK_S)
+        finally:
+            if process is not None:
+                _forgotten.append(process)
+
+
+def _start(name: str, path: Path, options: list[str]) -> Process:
+    """Returns the process that starts a store, and ends when it is ready, or as it has ended before."""
+    fd = os.open(
+        path.with_suffix(".log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
     try:
         process = Process.start(
-            [sys.executable, "-P", "-m", "shmring.engine.store", name, *options],
-            ready_flag="--ready-fd=",
+            [sys.executable, "-P", "-m", "shmring.engine.store", name, *options, "--detach"],
             stdin=subprocess.DEVNULL,
             stdout=fd,
             stderr=fd,
@@ -153,34 +168,20 @@ def _start(name: str, path: Path, options: list[str], limit_s: float) -> None:
         )
     finally:
         os.close(fd)
-    end_s = time.monotonic() + limit_s
-    _started.append(process)  # Python warns of a child that is forgotten while it lives
-    try:
-        process.wait_until_ready(_Ready, max(0.0, limit_s))
-    except ProcessError as error:
-        if (left_s := end_s - time.monotonic()) > 0:  # it has closed its pipe: it is about to end
-            with contextlib.suppress(TimeoutError):
-                process.wait(min(left_s, _END_S))
-        if process.lives:
-            raise TimeoutError(f"the store {name!r} {error}; it may come later, {log} says more") from None
-        process.wait()
-        if not listens(path):  # else somebody has started one by hand
-            raise EngineDeadError(f"the store {name!r} did not start: {_last_of(log)}", engine=name) from None
-    finally:
-        process.close()
+    process.close()  # it is waited for by looking
+    return process
 
 
 def _environment() -> dict[str, str]:
     """Returns the variables for a store: none that is an option (perhaps of a server), and nothing is imported from the working
-    directory."""
+    directory, unless a path names it."""
     kept = {name: value for name, value in os.environ.items() if name != _PATH and not name.startswith(_OPTIONS)}
-    parts = [part for part in os.environ.get(_PATH, "").split(os.pathsep) if part]
+    parts = [os.path.abspath(part) for part in os.environ.get(_PATH, "").split(os.pathsep) if part]
     return kept | ({_PATH: os.pathsep.join(parts)} if parts else {})
 
 
 def _last_of(log: Path) -> str:
     try:
-        text = log.read_bytes()[-_LOG_NBYTES:].decode(errors="replace").strip()
+        return log.read_bytes()[-_LOG_NBYTES:].decode(errors="replace").strip()
     except OSError:
-        text = ""
-    return text or "it has ended, and said nothing"
+        return ""

@@ -1,4 +1,4 @@
-"""What a process does for the program that started it: it says that it is ready, and ends with its parent."""
+"""What a process does for the program that started it: it says that it is ready, and ends with its parent, or outlives it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 
 import msgspec
 
-__all__ = ["end_with_parent", "say_ready", "step_back"]
+__all__ = ["end_with_parent", "leave_parent", "say_ready", "step_back"]
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 5
@@ -42,6 +42,29 @@ def end_with_parent(parent_pid: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def leave_parent() -> int:
+    """Forks, and goes on in the child, which is no child of the program that started this process.
+
+    The process that was started ends when its child has said that it is ready; or as the child has ended, if that came first.
+    To be called before there are threads.
+
+    Returns:
+        The descriptor for :func:`say_ready`.
+    """
+    reads, ready_fd = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reads)
+        return ready_fd
+    os.close(ready_fd)
+    if os.read(reads, 1):
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(abs(code))
 
 
 def step_back() -> None:

@@ -18,7 +18,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from shmring.core.compiled import GIVING_UP
@@ -56,6 +56,7 @@ __all__ = [
     "give_up",
     "greet",
     "handshake_frame",
+    "has_answered",
     "inspect_engine",
     "join_engine",
     "send_welcome",
@@ -266,6 +267,28 @@ async def inspect_engine(path: Path, engine_uids: frozenset[int]) -> tuple[int, 
         reason = printable(refusal.reason) if isinstance(refusal, Refused) else "its answer is no snapshot"
         raise RemoteProtocolError(f"the engine at {path} tells nothing: {reason}")
     return pid, answer
+
+
+def has_answered(path: Path) -> Generator[bool]:
+    """Asks the engine at a path what it is doing, and again if there is none or it has ended.
+
+    Returns:
+        For each time that it is asked for the next one: whether an engine of this user has answered. It waits for nothing.
+    """
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected, contextlib.suppress(OSError):
+            connected.setblocking(False)
+            connected.connect(os.fspath(path))
+            connected.sendall(handshake_frame(Inspect(PROTOCOL_VERSION)))
+            while peer_credentials(connected)[1] == os.getuid():
+                try:
+                    if not connected.recv(1, socket.MSG_PEEK):
+                        break
+                except BlockingIOError:
+                    yield False
+                else:
+                    yield True
+        yield False
 
 
 _Attached = tuple[socket.socket, int, list[int], Welcome | WorkerWelcome]

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from click.testing import CliRunner
 
 import shmring
 from shmring.client import starting
+from shmring.core.messages import PROTOCOL_VERSION
 from shmring.engine.store.__main__ import main
 from shmring.engine.store.process import Ready
 from shmring.engine.store.settings import StoreSettings
@@ -30,8 +32,9 @@ from shmring.frontend.commands.top import view
 from shmring.processes.process import Process
 from shmring.transport.listener import hold_start, listens, socket_path
 from tests.nursery import Forked, Nursery
+from tests.stores import end_stores, store_pids
 from tests.tables import for_each
-from tests.waiting import eventually
+from tests.waiting import cancel, eventually, turns
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 100_000
@@ -229,42 +232,136 @@ async def test_it_ends_by_itself_when_nobody_was_there_for_long(store: Any, sock
 # -- how it starts -----------------------------------------------------------------------------------------------------------
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 @pytest.fixture
-def ends_stores() -> Iterator[None]:
+def ends_stores(socket_dir: Path) -> Iterator[None]:
     """Those that a test has started end with it."""
     yield
-    for process in starting._started:
-        popen = process._popen
-        if popen is not None and popen.poll() is None:
-            popen.kill()
-            popen.wait()
-    starting._started.clear()
+    end_stores(socket_dir)
+    starting._forgotten.clear()
 
 
 _STARTER = """
-import sys, asyncio, shmring, shmring.threads
-from shmring.client import starting
+import os, sys, shmring.threads
+os.environ["PYTHONPATH"] = sys.argv[2]
 name = shmring.threads.start_store("s", slab_nbytes="4MiB", socket_dir=sys.argv[1], timeout=120)
-print("there", len(starting._started), *(each.pid for each in starting._started), flush=True)
-sys.stdin.readline() if len(sys.argv) > 2 else None
+print("there", flush=True)
+"""
+
+#: What has the name of a store stops before it has a slab.
+_STOPS = """
+import os, signal, sys
+def look(event, arguments):
+    if event == "socket.bind" and str(arguments[1]).endswith("/s.sock"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+sys.addaudithook(look)
 """
 
 
-async def test_of_several_that_start_it_at_once_one_does(fork: Any, socket_dir: Path) -> None:
-    starters = [fork(_STARTER, str(socket_dir)) for _ in range(4)]
-    said = [await starter.said(120) for starter in starters]
-    pids = [int(pid) for words in said for pid in words[2:]]
-    try:
-        assert len(pids) == 1, said
-        snapshot = await shmring.inspect("s", socket_dir=str(socket_dir))
-        assert [snapshot.pid] == pids
-        for starter in starters:
-            await starter.died()
-        async with connect(socket_dir) as client:  # it has outlived them
+@pytest.fixture
+def stops(tmp_path: Path) -> str:
+    """A PYTHONPATH with which a store has its name, and stops."""
+    directory = tmp_path / "stops"
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text(_STOPS)
+    return f"{directory}:{ROOT}"
+
+
+async def has_stopped(socket_dir: Path) -> tuple[Process, Process]:
+    """The store that has stopped, and the process that waits for it; the caller closes them."""
+    pid = await eventually(lambda: next((pid for pid in store_pids(socket_dir) if is_stopped(pid)), None), 120)
+    return Process(pid), Process(parent_of(pid))
+
+
+async def test_of_several_that_start_it_at_once_one_does(fork: Any, socket_dir: Path, ends_stores: None) -> None:
+    starters = [fork(_STARTER, str(socket_dir), str(ROOT)) for _ in range(4)]
+    for starter in starters:
+        assert await starter.said(120) == ["there"]
+        await starter.died()
+    assert store_pids(socket_dir) == [(await shmring.inspect("s", socket_dir=str(socket_dir))).pid]
+    async with connect(socket_dir) as client:  # it has outlived them
+        await give(client, 1)
+
+
+async def test_who_is_killed_while_its_store_reserves_memory_takes_it_from_nobody(
+    fork: Any, socket_dir: Path, stops: str, ends_stores: None
+) -> None:
+    starter = fork(_STARTER, str(socket_dir), stops)
+    stopped, between = await has_stopped(socket_dir)
+    with stopped, between:
+        starter.signal(signal.SIGKILL)
+        between.send(signal.SIGKILL)
+        with pytest.raises(TimeoutError, match="another process is starting"):
+            await shmring.start_store("s", socket_dir=str(socket_dir), timeout=0.05)  # it has its name, and no more
+        coming = asyncio.ensure_future(shmring.start_store("s", socket_dir=str(socket_dir), timeout=120))
+        await turns()
+        stopped.send(signal.SIGCONT)
+        assert await coming == "s"
+        async with connect(socket_dir) as client:
             await give(client, 1)
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            assert (await shmring.inspect("s", socket_dir=str(socket_dir))).pid == stopped.pid
+
+
+async def test_a_store_that_is_killed_while_it_starts_is_started_again_by_who_waits_for_it(
+    socket_dir: Path, stops: str, ends_stores: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(path: str) -> asyncio.Future[str]:
+        monkeypatch.setenv("PYTHONPATH", path)
+        return asyncio.ensure_future(shmring.start_store("s", slab_nbytes="4MiB", socket_dir=str(socket_dir), timeout=120))
+
+    first = start(stops)
+    stopped, between = await has_stopped(socket_dir)
+    with stopped, between:
+        second = start(str(ROOT))
+        await turns()
+        stopped.send(signal.SIGKILL)
+        with pytest.raises(shmring.EngineDeadError, match="did not start: it was killed by signal 9"):
+            await first
+    assert await second == "s"
+    async with connect(socket_dir) as client:
+        await give(client, 1)
+
+
+async def test_a_store_is_nobodys_child_and_lies_where_its_starter_means(
+    socket_dir: Path, ends_stores: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(socket_dir.parent)
+    await shmring.start_store("s", slab_nbytes="4MiB", socket_dir=socket_dir.name, timeout=120)
+    (pid,) = store_pids(socket_dir)
+    assert (await shmring.inspect("s", socket_dir=str(socket_dir))).pid == pid
+    assert starting._forgotten == []
+    flags = re.search(r"flags:\s+(\d+)", Path(f"/proc/{pid}/fdinfo/2").read_text())
+    assert flags is not None
+    assert int(flags[1], 8) & os.O_APPEND, "who empties its log leaves no hole"
+    while pid := parent_of(pid):
+        assert pid != os.getpid()
+
+
+async def test_who_stops_waiting_for_a_store_starts_none(socket_dir: Path, ends_stores: None) -> None:
+    held = hold_start(socket_path("s", str(socket_dir)))
+    assert held is not None
+    with held:
+        waiting = asyncio.ensure_future(shmring.start_store("s", socket_dir=str(socket_dir), timeout=None))
+        await turns()
+        assert await cancel(waiting)
+    await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), 20)  # no thread waits on
+    assert store_pids(socket_dir) == []
+
+
+async def test_a_store_goes_on_if_nobody_hears_that_it_is_ready(socket_dir: Path, ends_stores: None) -> None:
+    with run_store(socket_dir) as process:
+        os.close(process._word_fd)
+        process._word_fd = -1
+        await eventually(lambda: listens(socket_path("s", str(socket_dir))) or not process.lives, 120)
+        await shmring.start_store("s", socket_dir=str(socket_dir), timeout=120)
+        assert await asyncio.to_thread(process.stop, 60) == 0, process.rest(60)
 
 
 async def test_who_is_killed_while_it_starts_one_keeps_nobody_from_starting_another(
@@ -286,7 +383,7 @@ async def test_who_is_killed_while_it_starts_one_keeps_nobody_from_starting_anot
     async with connect(socket_dir) as client:
         await give(client, 1)
     assert await shmring.start_store("s", socket_dir=str(socket_dir)) == "s", "it is there"
-    assert len(starting._started) == 1
+    assert len(store_pids(socket_dir)) == 1
 
 
 async def test_a_store_that_does_not_start_says_why(socket_dir: Path, ends_stores: None) -> None:
@@ -295,16 +392,17 @@ async def test_a_store_that_does_not_start_says_why(socket_dir: Path, ends_store
     assert not listens(socket_path("s", str(socket_dir)))
 
 
-def test_the_name_of_a_users_store_has_the_user() -> None:
-    assert starting.store_name() == f"store-{os.getuid()}"
+def test_the_name_of_a_users_store_has_the_user_and_the_version_of_the_protocol() -> None:
+    assert starting.store_name() == f"store-{os.getuid()}-v{PROTOCOL_VERSION}"
 
 
 def test_a_started_store_takes_no_options_of_a_server_and_imports_nothing_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHMRING_PORT", "8000")
-    monkeypatch.setenv("PYTHONPATH", f":{ROOT}:")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", f":{ROOT}:tests:")
     environment = starting._environment()
     assert "SHMRING_PORT" not in environment
-    assert environment["PYTHONPATH"] == str(ROOT)
+    assert environment["PYTHONPATH"] == f"{ROOT}:{ROOT}/tests"
 
 
 @for_each(

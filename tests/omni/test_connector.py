@@ -23,13 +23,13 @@ import pytest
 import torch
 
 import shmring
-from shmring.client import starting
 from shmring.integrations.omni import CONNECTOR
 from shmring.integrations.omni.contract import CHECKS, find_hooks
 from shmring.integrations.promises import broken
 from tests.omni.chunks import HANGS_S, MB, chunk, number_of
 from tests.omni.conftest import NAME
 from tests.omni.test_frames import assert_same
+from tests.stores import end_stores
 from tests.tables import for_each
 from tests.threads.test_threads import Thread
 from tests.waiting import until
@@ -414,11 +414,7 @@ def test_a_store_is_started_and_started_again(
     finally:
         for each in (sender, receiver):
             each.close()
-        for process in starting._started:
-            assert process._popen is not None
-            process._popen.terminate()
-            process._popen.wait()
-        starting._started.clear()
+        end_stores(socket_dir)
 
 
 def test_what_nobody_got_goes_with_the_connector(omni: SimpleNamespace, store: Any, connector: Any, socket_dir: Path) -> None:

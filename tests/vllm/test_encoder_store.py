@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from shmring import threads
-from shmring.client import starting
 from shmring.integrations.vllm import encoder_store
 from shmring.integrations.vllm.encoder_keys import EncoderKeys
 from shmring.integrations.vllm.encoder_scheduler import Load, Step
 from shmring.integrations.vllm.encoder_settings import EncoderSettings
 from shmring.integrations.vllm.encoder_store import EncoderStore
 from shmring.integrations.vllm.encoder_worker import WorkerHalf
-from shmring.processes.process import Process
+from tests.stores import end_stores, store_pids
 from tests.vllm.made_up_configuration import configuration
 from tests.waiting import until
 
@@ -360,37 +359,19 @@ def test_a_store_that_does_not_answer_costs_one_bounded_wait_a_second(
     store.close()
 
 
-def test_a_store_is_started_if_that_is_asked_for_and_started_again(
-    socket_dir: Path, make: Callable[..., WorkerHalf], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_is_started_if_that_is_asked_for_and_started_again(socket_dir: Path, make: Callable[..., WorkerHalf]) -> None:
     settings = EncoderSettings(store="own", start=True, slab=16 << 20, socket_dir=str(socket_dir))
-    started = _started(monkeypatch)
     encoder, reader = make(settings, keep=True), make(settings)
     try:
         save(encoder, 1)
         assert until(lambda: loaded(reader, 1)[0] == [1])
-        (first,) = started
-        end(first)
-        until(lambda: started and started[-1] is not first and encoder._store.connected and reader._store.connected)
+        first = store_pids(socket_dir)
+        end_stores(socket_dir)
+        until(lambda: {*store_pids(socket_dir)} - {*first} and encoder._store.connected and reader._store.connected)
         save(encoder, 2)
         assert until(lambda: loaded(reader, 2)[0] == [2])
     finally:
         for worker in (encoder, reader):  # or they would start the next one
             worker._store.close()
             worker._store._thread.join()
-        for process in started:
-            end(process)
-
-
-def end(process: Process) -> None:
-    """Kills a store that this process has started."""
-    assert process._popen is not None
-    process._popen.kill()
-    process._popen.wait()
-
-
-def _started(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
-    """The stores that this process starts."""
-    started: list[Process] = []
-    monkeypatch.setattr(starting, "_started", started)
-    return started
+        end_stores(socket_dir)
