@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import shmring
 from shmring.engine.counted import EngineNumbers
@@ -21,9 +22,25 @@ from shmring.engine.metrics import ring_numbers
 
 __all__ = ["serve_metrics"]
 
-_MOST_CONNECTIONS = 64  # a few scrapers have one each; more are told to come later
-_KEEP_ALIVE_S = 5
+_MOST_CONNECTIONS = 64  # a few scrapers have one each; any more would take descriptors from the store's clients
+_CONNECTION_S = 5.0  # for a request and its answer, after which the connection ends
 _CLOSE_S = 1  # for an answer that is being sent
+
+
+class _Connection(H11Protocol):
+    """One of a bounded number, for a bounded time: uvicorn bounds neither before there is a request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's is this
+        """Takes a connection, or ends it as there are too many."""
+        super().connection_made(transport)
+        self._end = self.loop.call_later(_CONNECTION_S, transport.abort)
+        if len(self.connections) > _MOST_CONNECTIONS:
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended."""
+        self._end.cancel()
+        super().connection_lost(exc)
 
 
 class _Server(uvicorn.Server):
@@ -63,14 +80,14 @@ async def serve_metrics(ring: shmring.Ring, host: str, port: int) -> AsyncIterat
         raise OSError(error.errno, f"can't listen on {host} port {port}: {error.strerror}") from None
     config = uvicorn.Config(
         app,
+        http=_Connection,
         ws="none",
         lifespan="off",
         log_config=None,
         log_level="warning",
         access_log=False,
         server_header=False,
-        limit_concurrency=_MOST_CONNECTIONS,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        headers=[("connection", "close")],
         timeout_graceful_shutdown=_CLOSE_S,
     )
     server = _Server(config)

@@ -24,7 +24,9 @@ from click.testing import CliRunner
 import shmring
 from shmring.client import starting
 from shmring.core.messages import PROTOCOL_VERSION
+from shmring.engine.store import metrics
 from shmring.engine.store.__main__ import main
+from shmring.engine.store.metrics import serve_metrics
 from shmring.engine.store.process import Ready
 from shmring.engine.store.settings import StoreSettings
 from shmring.frontend.commands.drain import drain
@@ -166,6 +168,31 @@ async def test_its_numbers_are_those_of_an_engine_for_prometheus(socket_dir: Pat
         assert process.stop(30) == 0
     with pytest.raises(OSError):
         _get(f"http://127.0.0.1:{ready.port}/health")
+
+
+async def test_connections_for_its_numbers_are_bounded_in_number_and_in_time(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def connections(port: int) -> list[asyncio.StreamReader]:
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+        writers.extend(writer for _, writer in opened)
+        return [reader for reader, _ in opened]
+
+    ring, writers = await serve(), list[asyncio.StreamWriter]()
+    async with serve_metrics(ring, "127.0.0.1", 0) as port:
+        monkeypatch.setattr(metrics, "_CONNECTION_S", 600.0)
+        readers = await connections(port)
+        await eventually(lambda: sum(reader.at_eof() or reader.exception() is not None for reader in readers) >= 36)
+        assert sum(reader.at_eof() or reader.exception() is not None for reader in readers) == 36
+        for writer in writers:
+            writer.close()
+        monkeypatch.setattr(metrics, "_CONNECTION_S", 0.2)
+        readers = await connections(port)
+        await eventually(lambda: all(reader.at_eof() or reader.exception() is not None for reader in readers))
+        monkeypatch.undo()
+        assert await asyncio.to_thread(_get, f"http://127.0.0.1:{port}/health") == "ok\n"
+    for writer in writers:
+        writer.close()
 
 
 def _get(url: str) -> str:
