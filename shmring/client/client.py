@@ -371,7 +371,8 @@ class Client(ClientCalls):
             The content; None if it is not there.
 
         Raises:
-            WouldBlock: it is there, and this client has as much pinned as the engine allows (4,096 contents).
+            WouldBlock: it is there, and this client has as much pinned as the engine allows (4,096 contents), or it is larger
+                than all that the engine allows one client (``client_pinned_nbytes``).
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
             TypeError, ValueError: this is no key, or there is no such engine.
         """
@@ -513,7 +514,9 @@ class Client(ClientCalls):
         gpu_stream = None if stream is None else stream_of(stream)
         session = self._engines.given(slot.engine).ready_nowait()
         if slot._end is not session.end:
-            raise ClosedError("this slot is of another client, or of an earlier life of its engine")
+            assert slot._end is not None, "it has an engine"
+            slot._end.shell.check_alive()  # raises why, if it is of an earlier life of its engine
+            raise ClosedError("this slot is of another client")
         return session.kept.keep_nowait(key, payload, slot, gpu_stream)
 
     async def keep(self, key: bytes, payload: object, *, timeout: float | None = None, engine: str | None = None) -> Kept[Any]:
@@ -533,8 +536,9 @@ class Client(ClientCalls):
             The content, which is pinned until you leave it.
 
         Raises:
-            WouldBlock: it can't be kept now, since too much of the kept content is pinned, or a frontend waits for that memory.
-                A slot that it lies in is the caller's again, and can be sent as usual.
+            WouldBlock: it can't be kept now, since too much of the kept content is pinned, or a frontend waits for that memory;
+                or it is larger than all that the engine lets one client pin. A slot that it lies in is the caller's again, and
+                can be sent as usual.
             CapacityError: it is larger than all that the engine may keep.
             TypeError, ValueError: it can't be sent, has no tensor, this is no key, or there is no such engine.
             TimeoutError, EngineDeadError, ClosedError, LocalProtocolError: as :meth:`request`.

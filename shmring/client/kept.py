@@ -69,7 +69,8 @@ _ENDS = "the engine is about to end, and keeps nothing more"
 _WHY_NOT = {
     "full": "the engine has no room to keep more: what it keeps is in use, or somebody waits for this memory; send it without "
     "keeping it",
-    "pins": "this client has pinned as much kept content as the engine lets it have; leave some of it",
+    "pins": "this client has pinned as much kept content as the engine lets it have, or this content is larger than that "
+    "(client_pinned_nbytes); leave some of it, or raise the option",
 }
 
 

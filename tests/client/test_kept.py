@@ -283,6 +283,14 @@ async def test_too_many_pins_are_an_error(ring: Ring, connect: Any) -> None:
     assert ring.statistics().protocol_errors == 0
 
 
+@pytest.mark.one_loop
+@pytest.mark.ring(client_pinned_nbytes="32KiB")
+async def test_content_that_no_client_may_pin_is_said_to_be_too_large(ring: Ring, client: Client) -> None:
+    with pytest.raises(shmring.WouldBlock, match="larger than that \\(client_pinned_nbytes\\)"):
+        await client.keep(key(1), {"x": pixels(1)})
+    assert (ring.statistics().kept, client.statistics().slots_in_use) == (0, 0)
+
+
 async def test_what_is_dropped_comes_back_with_a_warning(ring: Ring, client: Client, dropped: Any) -> None:
     with dropped("kept content of 50000 bytes was dropped before it was left"):
         await client.keep(key(1), {"x": pixels(1)})
@@ -764,6 +772,19 @@ async def test_what_can_not_be_handed_over_stays_with_its_caller(ring: Ring, con
         del view
     with pytest.raises(shmring.ClosedError):
         client.keep_nowait(key(1), {}, slot)
+
+
+@pytest.mark.one_loop
+@pytest.mark.client(reconnect=True)
+async def test_a_slot_of_an_earlier_engine_is_not_handed_to_the_next(ring: Ring, client: Client, serve: Any) -> None:
+    slot = await client.slot(SIZE)
+    view = slot.tensor((SIZE,), torch.uint8)
+    await ring.close()
+    await serve(total)
+    await client.wait_connected(timeout=60)
+    with pytest.raises(shmring.EngineDeadError):
+        client.keep_nowait(key(1), {"x": view}, slot)
+    slot.close()
 
 
 @pytest.mark.client(reconnect=True)
