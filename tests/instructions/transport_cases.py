@@ -62,6 +62,8 @@ class _Ends:
             "request of 64 KB, 16 in flight": Case(lambda n: self._requests(n, large, _WINDOW)),
             "stream of ten": Case(self._streams, messages=48),
             "kept, found and sent": Case(self._kept),
+            "kept, found without asking": Case(self._found_nowait),
+            "kept, 16 found at once": Case(self._found_many),
             "abort": Case(self._aborts),
             "broadcast": Case(self._broadcasts),
             "gather": Case(self._gathers),
@@ -140,6 +142,21 @@ class _Ends:
         assert kept is not None
         with kept:
             await self._both(n, _look, act)
+
+    async def _found_nowait(self, n: int) -> None:
+        with await self._client.keep(_KEY, torch.zeros(1 << 14)):
+            for _ in range(n):
+                self._client.find_nowait(_KEY).close()
+
+    async def _found_many(self, n: int) -> None:
+        """As many as messages are in flight, none of which is pinned; each time with one round trip."""
+        keys = [bytes([number]) * 32 for number in range(_WINDOW)]
+        for key in keys:
+            (await self._client.keep(key, torch.zeros(1 << 10))).close()
+        for _ in range(n):
+            for kept in await self._client.find_many(keys):
+                assert kept is not None
+                kept.close()
 
     async def _aborts(self, n: int) -> None:
         claimed = asyncio.Event()

@@ -67,7 +67,8 @@ def test_threads_that_find_and_leave_all_the_time_never_see_a_pin_that_is_gone(
     """Each finds the one content without asking the loop's thread, which forgets the pin whenever nobody has it."""
     first, other = clients
     give(first, 3)
-    found, missed = itertools.count(), itertools.count()
+    was_found: list[bool] = []
+    missed = itertools.count()
     over = threading.Event()
 
     def hammer() -> None:
@@ -78,13 +79,14 @@ def test_threads_that_find_and_leave_all_the_time_never_see_a_pin_that_is_gone(
                 next(missed)
                 continue
             assert int(kept.payload["x"][0]) == 3
-            next(found)
+            was_found[:] = [True]
             kept.close()
 
     running = [Thread(hammer) for _ in range(3)]
     for _ in range(200):
         with other.find(key(3)) as kept:
             assert kept is not None
+            until(lambda: was_found, 60)  # a thread has found it too, as there is a pin
     over.set()
     for thread in running:
         thread.ended(60)
