@@ -106,6 +106,8 @@ class _Receiver:
 
             class Loop(OmniTransferAdapterBase):  # type: ignore[misc]  # vLLM-Omni has no types here
                 def _poll_single_request(self, request: Any) -> bool:
+                    if request.is_given_up:
+                        return True
                     result = connector.get("0", "1", request.request_id)
                     if result is None:
                         return False
@@ -114,31 +116,33 @@ class _Receiver:
 
             self._loop = Loop(None)
 
-    def expect(self, key: str, took: Any) -> None:
-        """Takes a chunk when it comes."""
+    def expect(self, key: str, took: Any) -> SimpleNamespace | None:
+        """Takes a chunk when it comes; returns what the loop has of it."""
         if self._loop is None:
             took(self._connector.get_with_deadline("0", "1", key, deadline=time.monotonic() + _LIMIT_S)[0])
-            return
-        self._loop._pending_load_reqs.append(SimpleNamespace(request_id=key, took=took))
+            return None
+        request = SimpleNamespace(request_id=key, took=took, is_given_up=False)
+        self._loop._pending_load_reqs.append(request)
         with self._loop._recv_cond:
             self._loop._recv_cond.notify()
+        return request
 
     def idle_ms(self) -> float:
         """CPU in a second while it waits for chunks that do not come."""
         keys = [f"never-{number}" for number in range(_WAITING)]
+        requests: list[Any] = []
         if self._loop is None:
             waiting = [threading.Thread(target=self._wait_in_vain, args=(key,), daemon=True) for key in keys]
             for thread in waiting:
                 thread.start()
         else:
-            for key in keys:
-                self.expect(key, None)
+            requests = [self.expect(key, None) for key in keys]
         time.sleep(_IDLE_S / 4)
         began_s = time.process_time()
         time.sleep(_IDLE_S)
         used_s = time.process_time() - began_s
-        if self._loop is not None:
-            self._loop._pending_load_reqs.clear()
+        for request in requests:  # its loop forgets them
+            request.is_given_up = True
         return used_s / _IDLE_S * 1e3
 
     def _wait_in_vain(self, key: str) -> None:

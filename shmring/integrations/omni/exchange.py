@@ -44,7 +44,7 @@ logger = logger_of("vllm_omni.shmring")
 
 _CONNECT_S = 10.0  # a store that is there answers in milliseconds; on a machine where models are loaded, later
 _ANSWER_S = 0.25  # the same, for what is asked of it: the loop that asks goes on without an answer, and asks again
-_LONGER, _LONGEST = 1.1, 10.0  # a wait in vain makes the next one longer, up to ten times: in a second, from 10 ms on
+_LONGER, _LONGEST = 1.1, 50.0  # a wait in vain makes the next one longer: in a second, from 2 ms to 100
 _CLOSE_S = 2.0  # for taking back what was not taken; a store that does not answer drops it by itself
 
 #: Who wants something asks for it all the time. What nobody has asked for so long is left; what has come stays for longer, as a

@@ -47,7 +47,7 @@ class Settings:
     socket_dir: str | None = None
     namespace: str = ""
     wait_s: float = 5.0
-    poll_wait_s: float = 0.01
+    poll_wait_s: float = 0.002
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Self:
