@@ -27,7 +27,7 @@ class EncoderSettings:
     """The connector's settings.
 
     Attributes:
-        store: the name of the store; empty: ``store-`` and the user's number.
+        store: the name of the store; empty: that of :func:`shmring.start_store`.
         start: whether the store is started if there is none.
         slab: memory in bytes of a store that is started here.
         socket_dir: where the store's socket lies; empty: in the user's runtime directory.
