@@ -200,7 +200,6 @@ def test_workers_that_encode_together_all_encode_what_one_of_them_has_lost(
         two.ask([26])
         assert two.say(count="loaded") == {"counts": [1, 1]}
         assert two.say(count="encoded after all") == {"counts": [1, 1]}
-        two.end()  # in good order: what its workers have in /dev/shm goes with them
 
 
 def test_where_media_are_counted_vllm_does_not_start_and_says_what_to_do(start: Callable[..., Engine]) -> None:
