@@ -29,9 +29,9 @@ from shmring.integrations.promises import broken
 from tests.omni.chunks import HANGS_S, MB, chunk, number_of
 from tests.omni.conftest import NAME
 from tests.omni.test_frames import assert_same
+from tests.running_threads import Thread
 from tests.stores import end_stores
 from tests.tables import for_each
-from tests.threads.test_threads import Thread
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(300)

@@ -18,8 +18,8 @@ from shmring.threads.callers_loop import CallersLoop
 from shmring.threads.loop_calls import LoopCall, LoopRunner, _Question
 from shmring.threads.loop_thread import LoopThread
 from tests.garbage import uncollected
+from tests.running_threads import Thread
 from tests.tables import for_each
-from tests.threads.test_threads import Thread
 from tests.waiting import until
 
 

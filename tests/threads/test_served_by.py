@@ -20,7 +20,8 @@ from shmring import threads
 from shmring.threads import Claim, Client, Ring, Submission, Worker
 from tests.forked import in_child
 from tests.nursery import Nursery
-from tests.threads.test_threads import Thread, interrupted, is_whole
+from tests.running_threads import Thread
+from tests.threads.test_threads import interrupted, is_whole
 from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)

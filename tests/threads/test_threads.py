@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import select
 import signal
@@ -28,6 +27,7 @@ from shmring.threads.loop_thread import LoopThread
 from tests.garbage import uncollected
 from tests.integration.test_forged import Forger
 from tests.nursery import Forked, Nursery
+from tests.running_threads import Stop, Thread
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,41 +37,6 @@ def is_whole(ring: Ring) -> bool:
     """Whether nothing of the slab is in use, but for what connected clients lease."""
     now = ring.statistics()
     return (now.waiting, now.running, now.slots_in_use) == (0, 0, 0)
-
-
-class Thread(threading.Thread):
-    """A thread that has begun, and what it returned or raised."""
-
-    def __init__(self, work: Callable[..., Any], *arguments: Any) -> None:
-        super().__init__(daemon=True)
-        self._work, self._arguments = work, arguments
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.result = self._work(*self._arguments)
-        except BaseException as error:  # noqa: BLE001 - raised where this thread is waited for
-            self.error = error.with_traceback(None)
-
-    def ended(self, timeout: float = 10.0) -> Any:
-        """Waits for its end, and returns what it returned."""
-        self.join(timeout)
-        assert not self.is_alive()
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-    def stop(self) -> None:
-        """Sets an exception in it from outside."""
-        assert self.ident is not None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(Stop))
-
-    def is_stopped(self) -> None:
-        """Checks that this exception has ended it."""
-        with pytest.raises(Stop):
-            self.ended()
 
 
 #: Of tests that hold up the loop's thread, or interrupt what would be in the middle of the loop.
@@ -785,10 +750,6 @@ def test_an_interrupted_thread_leaves_the_request_to_others(ring: Ring, client: 
     claim = ring.take(client.client_id, 1, 5)
     assert claim.payload == "still there"
     claim.done()
-
-
-class Stop(BaseException):
-    """Raised in another thread."""
 
 
 @in_a_thread_of_its_own

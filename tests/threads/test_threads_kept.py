@@ -14,8 +14,8 @@ import torch
 
 import shmring
 from shmring import threads
+from tests.running_threads import Thread
 from tests.tables import for_each
-from tests.threads.test_threads import Thread
 from tests.waiting import until
 
 SIZE = 20_000
