@@ -133,7 +133,7 @@ def _is_newer(declared: Path, extension: Extension) -> bool:
 
 def extensions() -> list[Extension]:
     """Returns what is compiled: the core and, where the sources are used in their place, what tests have beside it."""
-    beside = Path().glob("tests/model/*.pyx") if "--inplace" in sys.argv else ()
+    beside = Path().glob("tests/model/*.pyx") if {"--inplace", "editable_wheel"} & {*sys.argv} else ()
     sources = [MAIN, *beside]
     headers = ["shmring/core"]  # which what lies beside the core uses as well
     core = [
