@@ -77,6 +77,12 @@ _PAGES = (
         ("vllm", "vllm-workers", "vllm-encoders"),
         "What it means for users is in [vLLM](../vllm.md) and [stages](../stages.md#vllm-encoder-outputs).\n",
     ),
+    _Page(
+        "benchmarks/stages.md",
+        "Between stages",
+        ("omni",),
+        "What it means for users is in [Stages](../stages.md#vllm-omnis-stages).\n",
+    ),
     _Page("benchmarks/sglang.md", "Inside SGLang", ("sglang",), "What it means for users is in [SGLang](../sglang.md).\n"),
     _Page("benchmarks/ray.md", "In a Ray cluster", ("ray",), "What it means for users is in [Ray](../clusters.md).\n"),
 )
@@ -85,7 +91,7 @@ _AGAIN = """\
 ```sh
 make bench-all            # everything on this page, and beside other transports; 40 minutes on two idle cores
 make gpu-hour             # needs a GPU; eight minutes
-python -m bench vllm      # needs .venv-vllm (make test-vllm); so do `sglang` and `ray` theirs
+python -m bench vllm      # needs .venv-vllm (make test-vllm); so do `omni`, and `sglang` and `ray` theirs
 python -m tests.soak --minutes 60 --frontends 3 --seed 1
 python -m bench report    # writes the pages
 ```
@@ -108,6 +114,7 @@ _LEFT_TO_THE_FILE = {
 #: Of modes, where a capital letter does not make them.
 _NAMES = {
     "gpu": "GPU",
+    "omni": "vLLM-Omni",
     "sglang": "SGLang",
     "vllm": "vLLM",
     "vllm-workers": "vLLM-workers",
