@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from typing import NoReturn
 
 import msgspec
@@ -51,10 +52,13 @@ def run(settings: StoreSettings, ready_fd: int | None = None) -> NoReturn:
         ready_fd: where it says that clients can connect; None: nowhere.
 
     Raises:
-        SystemExit: it can't start; says why.
+        SystemExit: it can't start; says why. With ``EX_TEMPFAIL``, another engine has the name.
     """
     try:
         uvloop.run(_serve(settings, ready_fd))
+    except shmring.LocalProtocolError as error:
+        print(f"shmring store: {error}", file=sys.stderr)
+        raise SystemExit(os.EX_TEMPFAIL) from None
     except (shmring.ShmringError, ImportError, OSError, ValueError) as error:
         raise ending(f"shmring store: {error}") from None
     _leave()

@@ -32,6 +32,7 @@ __all__ = ["start_store", "start_store_blocking", "store_name"]
 _LOOK_S = 0.02  # between two looks, while a store starts: that takes seconds
 _FIRST_LOOK_S = 0.001  # a store that is there answers at once
 _LONGEST_START_S = 300.0  # a slab of many GiB is filled, and the machine may be busy
+_LAST_LOOKS = 10  # when a store answers, for the end of the process between: else it is a zombie
 _LOG_NBYTES = 4096  # the last of the log of a store that did not start
 _PATH, _OPTIONS = "PYTHONPATH", "SHMRING_"
 
@@ -122,7 +123,7 @@ def _looks(
     options += ["--idle-timeout", str(seconds_of(idle_timeout_s, "idle_timeout_s")), "--log-level", "warning"]
     seconds = timeout_of(timeout)
     end_s = time.monotonic() + (_LONGEST_START_S if seconds is None else seconds)
-    pause_s = _FIRST_LOOK_S
+    pause_s, last_looks = _FIRST_LOOK_S, _LAST_LOOKS
     make_directory(directory)
     _forgotten[:] = [each for each in _forgotten if each.returncode is None]  # those that have ended are no zombies any more
     process: Process | None = None
@@ -130,12 +131,12 @@ def _looks(
         answers = held.enter_context(contextlib.closing(has_answered(path)))
         starting = None
         try:
-            while not next(answers) or process is not None:
+            while not next(answers) or (process is not None and (last_looks := last_looks - 1)):
                 if process is not None and process.returncode is not None:
-                    if process.returncode and not listens(path):
+                    if process.returncode not in (0, os.EX_TEMPFAIL) and not listens(path):
                         why = _last_of(path.with_suffix(".log")) or f"it {process.describe_end()}"
                         raise EngineDeadError(f"the store {name!r} did not start: {why}", engine=name)
-                    process = None  # it is ready, or another one was faster
+                    process = None  # it is ready, or another one was faster, which may have ended since
                 if process is None and not listens(path):
                     if starting is None and (starting := hold_start(path)) is not None:
                         held.enter_context(starting)
@@ -143,7 +144,8 @@ def _looks(
                         process = _start(name, path, options)
                 if time.monotonic() >= end_s:
                     who = "another process is starting" if starting is None else "this process is starting"
-                    raise TimeoutError(f"{who} the store {name!r}, which is not there in time; it may come later")
+                    why = _last_of(path.with_suffix(".log"))
+                    raise TimeoutError(f"{who} the store {name!r}, which is not there in time, and may come later. {why}")
                 yield pause_s
                 pause_s = min(2 * pause_s, _LOOK_S)
         finally:

@@ -363,12 +363,40 @@ async def test_a_store_is_nobodys_child_and_lies_where_its_starter_means(
     await shmring.start_store("s", slab_nbytes="4MiB", socket_dir=socket_dir.name, timeout=120)
     (pid,) = store_pids(socket_dir)
     assert (await shmring.inspect("s", socket_dir=str(socket_dir))).pid == pid
-    assert starting._forgotten == []
     flags = re.search(r"flags:\s+(\d+)", Path(f"/proc/{pid}/fdinfo/2").read_text())
     assert flags is not None
     assert int(flags[1], 8) & os.O_APPEND, "who empties its log leaves no hole"
     while pid := parent_of(pid):
         assert pid != os.getpid()
+
+
+@pytest.mark.parametrize("ours", ["exit 75", "exec sleep 600"])
+async def test_who_starts_a_store_in_vain_has_that_of_the_other_or_starts_another(
+    serve: Any, socket_dir: Path, ends_stores: None, monkeypatch: pytest.MonkeyPatch, ours: str
+) -> None:
+    """75: another one had the name, and has ended since. The other store answers while this one still starts."""
+    real, started = starting._start, list[Process]()
+
+    def start(*arguments: Any) -> Process:
+        if started and "exit" in ours:
+            return real(*arguments)
+        started.append(Process.start(["sh", "-c", ours]))
+        return started[0]
+
+    monkeypatch.setattr(starting, "_start", start)
+    coming = asyncio.ensure_future(shmring.start_store("s", slab_nbytes="4MiB", socket_dir=str(socket_dir), timeout=120))
+    await eventually(lambda: started)
+    with started[0]:
+        if "sleep" in ours:
+            await serve(name="s")
+        assert await coming == "s"
+
+
+async def test_a_store_whose_name_is_taken_says_so_by_its_exit_code(store: Any, socket_dir: Path) -> None:
+    await store()
+    with run_store(socket_dir) as process:
+        assert await asyncio.to_thread(process.wait, 120) == os.EX_TEMPFAIL
+        assert "is running already" in process.rest(60)
 
 
 async def test_who_stops_waiting_for_a_store_starts_none(socket_dir: Path, ends_stores: None) -> None:
