@@ -26,7 +26,7 @@ _ELSEWHERE = {
     "serve": ("shmring.frontend.commands.serve:serve", "Serves OpenAI's API: engines and frontends behind one port."),
     "engine": ("shmring.engine.__main__:main", "Runs one engine process alone."),
     "frontend": ("shmring.frontend.__main__:main", "Runs one frontend process alone."),
-    "store": ("shmring.engine.store.__main__:main", "Runs a store: content under keys for the processes of this machine."),
+    "store": ("shmring.engine.store.__main__:main", "Runs a store of tensors for the processes of this machine."),
 }
 
 
