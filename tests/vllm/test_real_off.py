@@ -12,10 +12,10 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(1800)  # only what hangs takes so long
 
-ENTRY_POINT = ["shmring", "shmring.integrations", "shmring.integrations.vllm"]
+ENTRY_POINTS = ["shmring", "shmring.integrations", "shmring.integrations.omni", "shmring.integrations.vllm"]
 
 
-def test_nothing_is_imported_but_the_entry_point(runtime_directory: Path) -> None:
+def test_nothing_is_imported_but_the_entry_points(runtime_directory: Path) -> None:
     observed = runtime_directory / "observed"
     observed.mkdir()
     environment = {"PYTHONPATH": str(Path(__file__).parent / "observer"), "OBSERVED": str(observed)}
@@ -25,7 +25,7 @@ def test_nothing_is_imported_but_the_entry_point(runtime_directory: Path) -> Non
         assert len(pids) == 3
         for pid in [server.process.pid, *pids]:
             imported = until(lambda path=observed / f"{pid}.txt": path.read_text().split(" -- ")[0].split())
-            assert imported == ENTRY_POINT
+            assert imported == ENTRY_POINTS
         assert server.metrics() == {}
 
 
