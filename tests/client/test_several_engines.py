@@ -408,6 +408,7 @@ async def test_what_has_been_answered_in_part_is_not_sent_again(client: shmring.
     owner = await anext(stream)
     request = asyncio.create_task(client.request({"first": 1}, key="a", retry=3))
     await eventually(lambda: client.engines[owner].statistics().replies == 2)
+    await turns(3)  # in which the request takes its reply: one that went unread has not come
     await engines.stop(owner)
     for waiting in (anext(stream), request):
         with pytest.raises(shmring.EngineDeadError, match=owner):
