@@ -72,6 +72,14 @@ async def written(client: Client, cuda: Any, stream: Any, value: int = 7) -> tup
     return slot, view
 
 
+async def handed_over(client: Client, cuda: Any, key: bytes = KEY, device: int = 0) -> tuple[Any, Any]:
+    """A stream that stands still, and what will be kept when the GPU has written a slot behind it."""
+    stream = cuda.create_stream(device)
+    stream.held = True
+    slot, view = await written(client, cuda, stream)
+    return stream, client.keep_nowait(key, {"x": view}, slot, stream=stream)
+
+
 async def test_a_key_is_published_when_the_gpu_has_written_and_not_before(
     ring: shmring.Ring, client: Client, other: Client, cuda: Any
 ) -> None:
@@ -107,18 +115,13 @@ async def test_what_the_gpu_has_written_already_is_published_at_once(client: Cli
 
 
 async def test_one_stream_that_stands_still_keeps_nothing_back_on_another_gpu(client: Client, other: Client, cuda: Any) -> None:
-    slow, quick = cuda.create_stream(0), cuda.create_stream(1)
-    slow.held = quick.held = True
-    slots = []
-    for number, stream in enumerate((slow, quick)):
-        slot, view = await written(client, cuda, stream)
-        slots.append(client.keep_nowait(bytes([number]) * 32, {"x": view}, slot, stream=stream))
-        del view
+    slow, last = await handed_over(client, cuda, bytes([0]) * 32, device=0)
+    quick, first = await handed_over(client, cuda, bytes([1]) * 32, device=1)
     cuda.release(quick)
-    await slots[1].wait()
-    assert not slots[0].ended
+    await first.wait()
+    assert not last.ended
     cuda.release(slow)
-    await slots[0].wait()
+    await last.wait()
 
 
 async def test_what_is_no_stream_is_refused_and_the_slot_stays_with_its_caller(client: Client) -> None:
@@ -132,11 +135,7 @@ async def test_what_is_no_stream_is_refused_and_the_slot_stays_with_its_caller(c
 
 
 async def test_a_stream_is_of_its_own_gpu_whichever_is_this_threads(client: Client, other: Client, cuda: Any) -> None:
-    stream = cuda.create_stream(1)
-    stream.held = True
-    slot, view = await written(client, cuda, stream)
-    keeping = client.keep_nowait(KEY, {"x": view}, slot, stream=stream)
-    del view
+    stream, keeping = await handed_over(client, cuda, device=1)
     await turns()
     assert not keeping.ended
     cuda.release(stream)
@@ -205,11 +204,7 @@ async def test_a_client_that_closes_while_the_gpu_comes_to_it_has_published(
     client: Client, other: Client, cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmring.client.session._GOODBYE_TIMEOUT_S", 60.0)
-    stream = cuda.create_stream(0)
-    stream.held = True
-    slot, view = await written(client, cuda, stream)
-    keeping = client.keep_nowait(KEY, {"x": view}, slot, stream=stream)
-    del view, slot
+    stream, keeping = await handed_over(client, cuda)
     closing = asyncio.create_task(client.close())
     await turns()
     assert not closing.done()
@@ -224,11 +219,7 @@ async def test_a_client_that_closes_gives_the_memory_back_when_the_gpu_is_done(
     ring: shmring.Ring, client: Client, cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shmring.client.session._GOODBYE_TIMEOUT_S", 0.01)
-    stream = cuda.create_stream(0)
-    stream.held = True
-    slot, view = await written(client, cuda, stream)
-    keeping = client.keep_nowait(KEY, {"x": view}, slot, stream=stream)
-    del view, slot
+    stream, keeping = await handed_over(client, cuda)
     await client.close()
     with pytest.raises(shmring.ClosedError):
         await keeping.wait()

@@ -66,6 +66,9 @@ _DISTURBANCES_BUT_ENDS = DISTURBANCES - {Kind.HANG_UP, Kind.ENGINE_HANGS_UP}
 #: One frontend, for what happens in the midst of its calls.
 _ALONE = msgspec.structs.replace(_SMALLER, processes=1, copies_wait=False)
 
+#: Content of one block, which may be kept under one key.
+_WITH_CONTENT = msgspec.structs.replace(_SMALLER, kept_blocks=1, keys=1, max_asking=1, max_held=1, max_asks=1, max_queue=1)
+
 #: Workers, and every turn of the engine's loop.
 _WITH_WORKERS = msgspec.structs.replace(_SMALLER, workers=2, joined_workers=2, copies_wait=False, turns_wait=True)
 
@@ -145,63 +148,40 @@ EXPLORATIONS: Mapping[str, Scenario] = {
     ),
     # Content in the one block that may be kept, which goes when another is kept, or when somebody wants the block.
     "kept": msgspec.structs.replace(
-        _SMALLER,
+        _WITH_CONTENT,
         processes=1,
-        kept_blocks=1,
         keys=2,
-        max_asking=1,
-        max_held=1,
         max_asks=2,
-        max_queue=1,
         max_disturbances=0,
         without=_NEVER - {Kind.ACQUIRE} | {Kind.REQUEST, Kind.SUBMIT},
     ),
     # Callers that give up while the answer is under way, once.
     "asked": msgspec.structs.replace(
-        _SMALLER,
+        _WITH_CONTENT,
         processes=1,
-        kept_blocks=1,
-        keys=1,
         max_asking=2,
-        max_held=1,
         max_asks=3,
         max_queue=2,
         without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.SEND_KEPT}) - {Kind.ACQUIRE, Kind.CANCEL},
     ),
     # Content for which callers of two frontends wait, one of whom gives up, or whose connection ends, while it is kept.
     "waited for": msgspec.structs.replace(
-        _SMALLER,
-        kept_blocks=1,
-        keys=1,
-        max_asking=1,
-        max_held=1,
-        max_asks=1,
-        max_queue=1,
+        _WITH_CONTENT,
         without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.SEND_KEPT, Kind.FIND, Kind.UNPIN, Kind.LEAVE})
         - {Kind.ACQUIRE, Kind.WAIT_KEPT, Kind.CANCEL, Kind.ENGINE_HANGS_UP},
     ),
     # One that gives up, and waits again while the engine answers.
     "waited for again": msgspec.structs.replace(
-        _SMALLER,
+        _WITH_CONTENT,
         processes=1,
-        kept_blocks=1,
-        keys=1,
         max_asking=2,
-        max_held=1,
         max_asks=3,
-        max_queue=1,
         without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.SEND_KEPT, Kind.FIND})
         - {Kind.ACQUIRE, Kind.WAIT_KEPT, Kind.CANCEL},
     ),
     # One content, which one frontend keeps and both find and send, until one of them dies, or its connection ends.
     "kept by two": msgspec.structs.replace(
-        _SMALLER,
-        kept_blocks=1,
-        keys=1,
-        max_asking=1,
-        max_held=1,
-        max_asks=1,
-        max_queue=1,
+        _WITH_CONTENT,
         without=(_NEVER | DISTURBANCES | {Kind.REQUEST, Kind.SUBMIT, Kind.UNPIN, Kind.LEAVE})
         - {Kind.ACQUIRE, Kind.CRASH, Kind.ENGINE_HANGS_UP},
     ),
@@ -295,13 +275,9 @@ EXPLORATIONS: Mapping[str, Scenario] = {
     ),
     # And of content that is kept.
     "code of content": msgspec.structs.replace(
-        _ALONE,
-        kept_blocks=1,
-        keys=1,
-        max_asking=1,
-        max_held=1,
-        max_asks=1,
-        max_queue=1,
+        _WITH_CONTENT,
+        processes=1,
+        copies_wait=False,
         in_code=frozenset({Kind.LEAVE, Kind.UNPIN, Kind.HANG_UP, Kind.TO_FRONTEND}),
         without=_NEVER - {Kind.ACQUIRE} | _DISTURBANCES_BUT_ENDS | {Kind.REQUEST, Kind.SUBMIT, Kind.CLAIM},
     ),

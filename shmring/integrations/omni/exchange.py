@@ -30,7 +30,6 @@ import torch
 import shmring
 from shmring.client.deliveries import Deliveries
 from shmring.client.slot import Slot
-from shmring.client.starting import start_store_blocking
 from shmring.core.loggers import logger_of
 from shmring.errors import ClosedError
 from shmring.integrations.omni.frames import Frame
@@ -91,6 +90,8 @@ class _InLoop:
 
     @classmethod
     async def open(cls, settings: Settings, description: str, forget: Callable[[], None]) -> Self:
+        if settings.start:
+            await _start_store(settings)
         client = await shmring.connect(
             settings.store,
             reconnect=True,
@@ -137,7 +138,7 @@ class _InLoop:
 
     async def _start(self) -> None:
         try:
-            await asyncio.to_thread(_start_store, self._settings)
+            await _start_store(self._settings)
         except Exception as error:  # noqa: BLE001 - whoever waits for it gets a TimeoutError; this says why
             logger.warning("shmring: the store %s does not start again: %s", self._settings.store, error)
 
@@ -157,8 +158,8 @@ class _InLoop:
         await self.client.close()
 
 
-def _start_store(settings: Settings) -> None:
-    start_store_blocking(settings.store, slab_nbytes=settings.slab_nbytes, socket_dir=settings.socket_dir)
+async def _start_store(settings: Settings) -> None:
+    await shmring.start_store(settings.store, slab_nbytes=settings.slab_nbytes, socket_dir=settings.socket_dir)
 
 
 class Exchange:
@@ -182,8 +183,6 @@ class Exchange:
         self._arrivals = 0
         self._pause_s = settings.poll_wait_s
         self._is_closed = False
-        if settings.start:
-            _start_store(settings)
         self._thread = LoopThread(f"this connector to the store {settings.store!r}", functools.partial(self._open, description))
         self._thread.open()
 
