@@ -6,7 +6,9 @@ Nothing here imports torch: the supervisor asks before it starts anything.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +29,7 @@ __all__ = [
     "memory_checks",
     "needs_of",
     "oom_kills",
+    "slabs_nbytes_of",
 ]
 
 Status = Literal["ok", "warning", "problem"]
@@ -71,7 +74,7 @@ def needs_of(engines: Sequence[EngineSettings], http: FrontendSettings, frontend
     """
     each_nbytes = _FRONTEND_NBYTES + http.decoders * _DECODER_NBYTES
     return {
-        "slabs": sum(parse_nbytes(engine.ring.slab_nbytes) for engine in engines),
+        "slabs": slabs_nbytes_of(engines),
         "processes": _SUPERVISOR_NBYTES + len(engines) * _ENGINE_NBYTES + frontends * each_nbytes,
         "bodies": frontends * http.max_bodies_nbytes,
         "decoded media": frontends * http.max_decoded_nbytes,
@@ -80,9 +83,20 @@ def needs_of(engines: Sequence[EngineSettings], http: FrontendSettings, frontend
     }
 
 
+def slabs_nbytes_of(engines: Sequence[EngineSettings]) -> int:
+    """Returns the bytes of all engines' slabs."""
+    return sum(parse_nbytes(engine.ring.slab_nbytes) for engine in engines)
+
+
 def _weights_nbytes(model: str | None) -> int:
-    """Returns how large the files of a model are that lies in a directory. Of one on a hub, that is not known here."""
-    return sum(path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors")) if model else 0
+    """Returns how large the files of a model are that lies in a directory. Of one on a hub, that is not known here; whether a
+    file can be read, its engine says.
+    """
+    nbytes = 0
+    for path in Path(os.path.expanduser(model)).glob("*.safetensors") if model else ():
+        with contextlib.suppress(OSError):
+            nbytes += path.stat().st_size
+    return nbytes
 
 
 def memory_checks(needs: Mapping[str, int]) -> list[Check]:

@@ -63,7 +63,7 @@ from shmring.frontend.operator.number_files import DIRECTORY_VARIABLE
 from shmring.frontend.processes.accelerators import count_gpus, environment_of
 from shmring.frontend.processes.child import Child, end_children
 from shmring.frontend.processes.liveness import EngineLife, Life, answering
-from shmring.frontend.processes.memory_checks import describe_kill, memory_checks, needs_of, oom_kills
+from shmring.frontend.processes.memory_checks import describe_kill, memory_checks, needs_of, oom_kills, slabs_nbytes_of
 from shmring.frontend.settings import ProcessSettings
 from shmring.memory.available import lack_of_memory
 from shmring.memory.limits import check_open_files
@@ -395,7 +395,7 @@ class _Supervisor:
         for timer in (closing, saying):
             timer.cancel()
         self._listening.close()
-        slabs_gib = self._options.memory_needs()["slabs"] / 2**30
+        slabs_gib = slabs_nbytes_of(self._options.engines) / 2**30
         engines_s = settings.shutdown_timeout_s + _ENGINES_GRACE_S + slabs_gib * _FREEING_S_PER_GIB
         await end_children(self._engines.values(), engines_s, self._stop.hurry)
 

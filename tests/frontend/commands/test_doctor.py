@@ -79,8 +79,10 @@ def test_the_memory_that_a_server_takes_is_what_its_options_say(tmp_path: Path, 
     assert more("--response-lifetime=0") == {"responses": -64 * MIB}
     for file in ("model-1.safetensors", "model-2.safetensors", "tokenizer.json"):
         (tmp_path / file).write_bytes(bytes(MIB))
+    (tmp_path / "model-3.safetensors").symlink_to("gone")  # its engine says so
     served = (f"--model={tmp_path}", "--executor=json:Executor", "--data-parallel-size=2")
     assert more(*served)["models"] == 4 * MIB
+    assert "models" not in more("--model=~nobody-of-this-name/model", "--executor=json:Executor")
     monkeypatch.setattr(memory_checks, "count_gpus", lambda: 1)
     assert "models" not in more(*served), "it is in the memory of the GPU"
 
