@@ -47,7 +47,7 @@ pytestmark = pytest.mark.timeout(600)
 MOST_STEPS = 60_000  # in which a walk must find what is broken on purpose
 MOST_ACTIONS = 48  # that a failure comes down to: the one with most takes 44, since something happens in the midst of calls
 #: With which few actions show what others show late.
-SEEDS = {"requests_end_twice": 13, "no_generation_check": 9, "a_reply_that_is_not_sent_keeps_its_slot": 13}
+SEEDS = {"no_generation_check": 9, "a_reply_that_is_not_sent_keeps_its_slot": 13}
 #: What comes down to few actions where nothing happens in the midst of calls.
 PLAIN = {"requests_end_twice", "a_cancelled_turn_is_nobodys", "a_reply_that_is_not_sent_keeps_its_slot"}
 
@@ -558,7 +558,7 @@ def test_the_command_explores_and_says_what_was_complete(tmp_path: Path) -> None
 
 
 @pytest.mark.slow  # seconds of computing each
-@pytest.mark.parametrize("arguments", [["--steps", "5000", "--seed", "9"], ["--scenario", "disturbed"]])
+@pytest.mark.parametrize("arguments", [["--steps", "5000", "--seed", "1"], ["--scenario", "disturbed"]])
 def test_a_violation_can_be_run_again_until_it_holds(tmp_path: Path, arguments: list[str]) -> None:
     path = tmp_path / "failure.json"
     with pytest.MonkeyPatch.context() as patch:

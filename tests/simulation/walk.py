@@ -25,14 +25,13 @@ _EPISODE_STEPS = (50, 300, 1000, 3000)  # short ones begin often, long ones grow
 
 # Relative to each other. What begins something is rarer than what brings it on, or all would be full all the time; what
 # ends a connection is rare, or none would grow old. Few forgeries get as far as the check that they are made for.
-# Nobody waits for content here: explorations have that, and most callers would wait all the time.
 WEIGHTS: Mapping[Kind, float] = {
     Kind.CONNECT: 3, Kind.CONNECT_FAILS: 0.5, Kind.GOODBYE: 0.15, Kind.HANG_UP: 0.04, Kind.CRASH: 0.06,
     Kind.LET_GO: 0.3, Kind.FRONTEND_SEES_END: 1, Kind.ENGINE_SEES_END: 1, Kind.ENGINE_HANGS_UP: 0.03,
     Kind.PIDFD_FIRES: 0.5, Kind.ENGINE_DIES: 0.02, Kind.ENGINE_STARTS: 1, Kind.TO_ENGINE: 30, Kind.TO_FRONTEND: 30,
     Kind.FORGE: 0.3, Kind.ACQUIRE: 3, Kind.REQUEST: 8, Kind.REQUEST_NOW: 4, Kind.TRY: 1, Kind.CANCEL: 1,
     Kind.FRONTEND_TURN: 30, Kind.FRONTEND_TIMER: 10, Kind.COPIED: 12, Kind.SUBMIT: 8, Kind.LEAVE: 4, Kind.VIEW_DIES: 4,
-    Kind.TENSOR: 20, Kind.KEEP: 12, Kind.FIND: 0.7, Kind.WAIT_KEPT: 0, Kind.UNPIN: 3, Kind.KEPT_VIEW_DIES: 4,
+    Kind.TENSOR: 20, Kind.KEEP: 12, Kind.FIND: 0.7, Kind.WAIT_KEPT: 0.7, Kind.UNPIN: 3, Kind.KEPT_VIEW_DIES: 4,
     Kind.SEND_KEPT: 8,
     Kind.ABORT: 2, Kind.READ: 12, Kind.FORGET: 1, Kind.DROP_REPLY: 2, Kind.CLAIM: 14, Kind.RELEASE: 4, Kind.FINISH: 8,
     Kind.FAIL: 1, Kind.TIME_OUT: 1, Kind.REPLY: 6, Kind.REPLY_NOW: 3, Kind.REPLY_COPIED: 8, Kind.CANCEL_REPLY: 1,
