@@ -371,8 +371,8 @@ class Client(ClientCalls):
             The content; None if it is not there.
 
         Raises:
-            WouldBlock: it is there, and this client has as much pinned as the engine allows (4,096 contents), or it is larger
-                than all that the engine allows one client (``client_pinned_nbytes``).
+            WouldBlock: it is there, and this client has as much pinned as the engine allows (4,096 contents, and
+                ``client_pinned_nbytes``).
             TimeoutError, EngineDeadError, ClosedError: as :meth:`request`.
             TypeError, ValueError: this is no key, or there is no such engine.
         """

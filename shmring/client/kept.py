@@ -64,13 +64,14 @@ _Payload = TypeVar("_Payload", default=Any)
 
 _KEEP_NBYTES = 256  # at most, of the message that gives a slot, around its payload
 _NOT_FOUND = ("absent", "pins")  # the reasons that can answer a search
-_NOT_KEPT = ("full", "large", "pins")  # and those that can answer a slot that is handed over
+_NOT_KEPT = ("full", "large", "pins", "ends")  # and those that can answer a slot that is handed over
 _ENDS = "the engine is about to end, and keeps nothing more"
 _WHY_NOT = {
     "full": "the engine has no room to keep more: what it keeps is in use, or somebody waits for this memory; send it without "
     "keeping it",
-    "pins": "this client has pinned as much kept content as the engine lets it have, or this content is larger than that "
-    "(client_pinned_nbytes); leave some of it, or raise the option",
+    "pins": "this client has pinned as much kept content as the engine lets it have; leave some of it, or raise "
+    "client_pinned_nbytes",
+    "ends": _ENDS,
 }
 
 
@@ -471,11 +472,21 @@ class KeptContents:
             raise
         if isinstance(answer, NotKept):
             if answer.reason == "large":
-                nbytes, capacity = packed.slot_nbytes or packed.in_place_nbytes, self.life.welcome.kept_nbytes
-                message = f"{nbytes} bytes are more than the {capacity} that the engine keeps; raise its kept_nbytes"
-                raise CapacityError(message, needed=nbytes, capacity=capacity)
+                raise self._too_large(packed.slot_nbytes or packed.in_place_nbytes)
             raise WouldBlock(_WHY_NOT[answer.reason])
         return self._handed_out(answer, Any)
+
+    def _too_large(self, nbytes: int) -> CapacityError:
+        """The error of content that can never be kept: its slot is larger than one of two limits."""
+        kept_nbytes, pinned_nbytes = self.life.welcome.kept_nbytes, self.life.welcome.client_pinned_nbytes
+        if slot_blocks(nbytes) * BLOCK_NBYTES > kept_nbytes:
+            message = f"{nbytes} bytes are more than the {kept_nbytes} that the engine keeps; raise its kept_nbytes"
+            return CapacityError(message, needed=nbytes, capacity=kept_nbytes)
+        message = (
+            f"{nbytes} bytes are more than the {pinned_nbytes} that one client may use of what the engine keeps; raise its "
+            "client_pinned_nbytes"
+        )
+        return CapacityError(message, needed=nbytes, capacity=pinned_nbytes)
 
     def _handed_out(self, pin: Pin, payload_type: Any) -> Kept[Any]:
         try:

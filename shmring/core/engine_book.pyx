@@ -119,6 +119,7 @@ cdef class EngineBook:
     cdef uint64_t _max_pins
     cdef uint64_t _most_pinned_blocks      # of a client
     cdef uint64_t _max_waits
+    cdef readonly bint _is_draining        # whether nothing more is kept
     cdef bint _owes_service                # whether a pin has gone, so that waiting clients must be served
 
     def __init__(self, geometry: Geometry, limits: EngineBookLimits):
@@ -680,15 +681,21 @@ cdef class EngineBook:
 
     cdef str _why_not_kept(self, ClientRecord client, EngineSlotRecord slot, KeptRecord there):
         """Returns why a slot is not kept, for the message; None: it is kept, or there is other content with the key already."""
+        if self._is_draining:
+            return "ends"
+        if there is None and slot.blocks > min(self.kept.max_blocks, self._most_pinned_blocks):
+            return "large"
         if not self._may_pin(client, there, slot.blocks if there is None else there.blocks):
             return "pins"
         if there is not None:
             return None
-        if slot.blocks > self.kept.max_blocks:
-            return "large"
         if self.host.is_wanted(slot.start, slot.blocks) or not self.kept.may_keep(slot.blocks):
             return "full"
         return None
+
+    def drain(self) -> None:
+        """The engine is about to end: it keeps nothing more. What is kept can be found."""
+        self._is_draining = True
 
     def unpin(self, uint64_t client_id, generations: Sequence[int]) -> list[EngineEffect]:
         """A client gives pins back, one for each time that a generation is named.

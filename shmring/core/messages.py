@@ -83,7 +83,7 @@ __all__ = [
     "item_nbytes",
 ]
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 #: Ids in one message. Looking up that many takes a fraction of a millisecond, and they fit a record of 16 KiB.
 MAX_LISTED = 1024
@@ -390,6 +390,7 @@ class Welcome(_Message, frozen=True, tag=102):
     base_lease: LeaseGrant | None
     device_slab: DeviceHandle | None = None
     kept_nbytes: Unsigned = 0
+    client_pinned_nbytes: Unsigned = 0
     engine_name: ShortText = ""
 
 
@@ -439,10 +440,10 @@ class Found(_Message, frozen=True, tag=112):
     payload: KeptPayload
 
 
-#: ``absent``: nothing is kept under the key. ``large``: larger than all kept content may be. ``full``: all kept content is
-#: pinned,
-#: or a client waits for this memory. ``pins``: the client has as many pins as it may have.
-NotKeptReason = Literal["absent", "large", "full", "pins"]
+#: ``absent``: nothing is kept under the key. ``large``: larger than all kept content may be, or than what one client may have
+#: pinned. ``full``: all kept content is pinned, or a client waits for this memory. ``pins``: the client has pinned as much as
+#: it may. ``ends``: the engine is about to end.
+NotKeptReason = Literal["absent", "large", "full", "pins", "ends"]
 
 
 class NotKept(_Message, frozen=True, tag=113):

@@ -353,5 +353,6 @@ class Handshakes:
             base_lease=base_lease,
             device_slab=next((device_claims.handle for device_claims in self._device_claims), None),
             kept_nbytes=self._book.kept.max_blocks * BLOCK_NBYTES,
+            client_pinned_nbytes=self._book.limits.pinned_blocks * BLOCK_NBYTES,
             engine_name=self._life.name,
         )

@@ -363,6 +363,7 @@ class Shell:
         """See :meth:`Ring.drain`."""
         self.life.home.enter()
         self._load.drain()
+        self._book.drain()
         if not claiming:
             self.end.wake_all(drains=True)
         end_s = math.inf if timeout is None else self.loop.time() + timeout

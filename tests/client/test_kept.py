@@ -286,8 +286,9 @@ async def test_too_many_pins_are_an_error(ring: Ring, connect: Any) -> None:
 @pytest.mark.one_loop
 @pytest.mark.ring(client_pinned_nbytes="32KiB")
 async def test_content_that_no_client_may_pin_is_said_to_be_too_large(ring: Ring, client: Client) -> None:
-    with pytest.raises(shmring.WouldBlock, match="larger than that \\(client_pinned_nbytes\\)"):
+    with pytest.raises(shmring.CapacityError, match="raise its client_pinned_nbytes") as caught:
         await client.keep(key(1), {"x": pixels(1)})
+    assert (caught.value.needed, caught.value.capacity) == (SIZE, 32 << 10)
     assert (ring.statistics().kept, client.statistics().slots_in_use) == (0, 0)
 
 
@@ -772,6 +773,15 @@ async def test_what_can_not_be_handed_over_stays_with_its_caller(ring: Ring, con
         del view
     with pytest.raises(shmring.ClosedError):
         client.keep_nowait(key(1), {}, slot)
+
+
+@pytest.mark.one_loop
+async def test_what_was_on_its_way_when_the_engine_drained_is_not_kept(ring: Ring, client: Client) -> None:
+    session_of(client).kept._load = None  # it had looked before
+    await ring.drain(0)
+    with pytest.raises(shmring.WouldBlock, match="about to end"):
+        await client.keep(key(1), {"x": pixels(1)})
+    assert (ring.statistics().kept, client.statistics().slots_in_use) == (0, 0)
 
 
 @pytest.mark.one_loop

@@ -87,8 +87,9 @@ class EngineTeller:
     request 5 with slots 1 and 2, in block 4 and from block 6 on. ``1 asks 3 there``: in device memory, whose leases are ``d0``,
     ``d1``, ...
     ``1 replies 2``: the engine sends client 1 a reply of two blocks, or, as 7, queues for it with ticket 7; for 5, as one to
-    request 5. ``writes``: it has not sent it yet. ``2 awaits a``: client 2 waits for content. ``look``: all slots, and how many
-    blocks are free, quarantined, kept, pinned, and free for replies.
+    request 5. ``writes``: it has not sent it yet. ``2 awaits a``: client 2 waits for content; ``the end
+    comes``: the engine drains. ``look``: all slots, and how many blocks are free, quarantined, kept, pinned, and free for
+    replies.
     """
 
     def __init__(self, sizes: str, book_of: Callable[..., Any] = PairedEngineBook) -> None:
@@ -194,6 +195,8 @@ class EngineTeller:
                 self.asked[client, rest[0]] = self.tokens
             case "stops":
                 effects = book.stop_waiting(client, [self.asked[client, word] for word in rest])
+            case "end":
+                book.drain()
             case "unpins":
                 effects = book.unpin(client, [self.kept[word].generation for word in rest])
             case _:

@@ -452,6 +452,25 @@ STORIES = {
         1 keeps 3@3 as d -> 1 has d at 3+1
         1 unpins a a ->
         1 finds b -> 1 has b at 5+2""",
+    "content that no client may pin is too large, and the same of less is not": """
+        kept=8 pinned=2; 1 connects 4 -> 1 gets 1 at 1+4
+        1 keeps 1@1+3 as a -> 1 released 1, 1 has none: large
+        1 keeps 2@1 as b -> 1 has b at 1+1
+        1 keeps 3@2+2 as c -> 1 released 3, 1 has none: pins
+        1 unpins b ->
+        1 keeps 4@2+2 as c -> 1 has c at 2+2
+        2 connects 1 -> 2 gets 2 at 5+1
+        2 finds c -> 2 has c at 2+2""",
+    "a book that drains keeps nothing more, and what it keeps can be found and awaited": """
+        kept=8 clients=2; 1 keeps 1@1 as a -> 1 has a at 1+1
+        2 awaits b ->
+        1 asks 2 -> 1 gets 3 at 3+2
+        the end comes ->
+        1 keeps 2@3 as b -> 1 released 2, 1 has none: ends
+        1 keeps 3@3 as a -> 1 released 3, 1 has none: ends
+        2 finds a -> 2 has a at 1+1
+        2 stops b -> 2 has none: absent
+        look -> 8 free, 1 kept, 1 pinned, 4 for replies""",
     "content before a window stays": """
         leasable=3 kept=3; 3 is bare ->
         2 connects 2 -> 2 gets 2 at 1+2

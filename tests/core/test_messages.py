@@ -124,10 +124,11 @@ GOLDEN: dict[Any, str] = {
         base_lease=LeaseGrant(token=0x41, lease_id=0x42, offset=0x43, nbytes=0x44),
         device_slab=DeviceHandle(uuid="GPU", memory=HANDLE, nbytes=0x45),
         kept_nbytes=0x3E,
+        client_pinned_nbytes=0x40,
         engine_name="vis",
     ): (
-        f"dc0014 66 31 {LARGEST_HEX} 32 33 34 35 36 37 38 39 3a 3b 3c 3d 3f"
-        f"95 65 41 42 43 44  93 a3475055 c440 {HANDLE.hex()} 45  3e a3766973"
+        f"dc0015 66 31 {LARGEST_HEX} 32 33 34 35 36 37 38 39 3a 3b 3c 3d 3f"
+        f"95 65 41 42 43 44  93 a3475055 c440 {HANDLE.hex()} 45  3e 40 a3766973"
     ),
     Failed(request_id=0x31, kind="invalid", type_name="KeyError", message="'x'"): (
         "95 69 31 a7696e76616c6964 a84b65794572726f72 a3277827"
@@ -336,7 +337,7 @@ def test_what_is_no_message_is_refused(fields: Any) -> None:
 
 def welcome_with(handle: list[Any]) -> list[Any]:
     fields = plain(next(message for message in GOLDEN if isinstance(message, Welcome)))
-    return changed(fields, len(fields) - 3, handle)
+    return changed(fields, len(fields) - 4, handle)
 
 
 #: The most that is taken, or its like, and beside it what is refused: so that it is refused for nothing else.
@@ -390,7 +391,7 @@ def forged(message: Any) -> Iterator[Any]:
             too_large = () if fields[index] == LARGEST else (BIGGEST + 1, LARGEST)
             yield from (changed(fields, index, number) for number in (-1, -(2**63), *too_large))
     if isinstance(message, Welcome):
-        for index in (-4, -3):
+        for index in (-5, -4):
             yield from ([*fields[:index], part, *fields[index + 1 :]] for part in ([*fields[index], 0], fields[index][:-1]))
 
 

@@ -234,7 +234,7 @@ class _HostileEngine:
                         self.tell(self._found(token))
                     case _:
                         self.tell(Release((generation,)))
-                        self.tell(NotKept(token, "full" if kind & 2 else "absent"))
+                        self.tell(NotKept(token, ("full", "large", "pins", "ends", "absent")[kind // 4 % 5]))
             case Call(call_id=call_id):
                 self.tell(CallResult(call_id, b"\xa1x", None if kind & 1 else ("ValueError\x1b", "text\n\x1b[31m")))
             case Abort(request_id=request_id):

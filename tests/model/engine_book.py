@@ -79,6 +79,7 @@ class EngineBook:
         self.host = Lending(self.clients, limits, HOST_MEMORY, start, blocks, 1, self.kept)
         self._next_use = _FIRST_USE
         self._owes_service = False  # whether a pin has gone, so that waiting clients must be served
+        self._is_draining = False
         self.lendings = [self.host]  # by the number of their memory
         if geometry.device_blocks:
             start, blocks = geometry.device_start, geometry.device_blocks
@@ -473,12 +474,14 @@ class EngineBook:
         return effects + self.host.serve()
 
     def _why_not_kept(self, client: ClientRecord, slot: EngineSlotRecord, there: KeptRecord | None) -> NotKeptReason | None:
+        if self._is_draining:
+            return "ends"
+        if there is None and (slot.blocks > self.kept.max_blocks or slot.blocks > self.limits.pinned_blocks):
+            return "large"
         if not self._may_pin(client, there, slot.blocks if there is None else there.blocks):
             return "pins"
         if there is not None:
             return None
-        if slot.blocks > self.kept.max_blocks:
-            return "large"
         pinned = [kept for kept in self.kept.by_key.values() if kept.pins]
         is_full = len(pinned) >= self.kept.max_kept
         is_full = is_full or sum(kept.blocks for kept in pinned) + slot.blocks > self.kept.max_blocks
@@ -490,6 +493,10 @@ class EngineBook:
         if client.pins[kept.generation] == 1:
             self.kept.pin(kept)
         return Found(token, kept.generation, kept.start * BLOCK_NBYTES, kept.nbytes, kept.is_copied, kept.payload)
+
+    def drain(self) -> None:
+        """The engine is about to end: it keeps nothing more."""
+        self._is_draining = True
 
     def unpin(self, client_id: int, generations: Sequence[int]) -> list[EngineEffect]:
         """A client gives pins back, one for each time that a generation is named.

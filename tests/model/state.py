@@ -23,6 +23,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "EngineBook": (
         *("clients", "lendings", "late_aborts", "stale_releases"),
         *("_replies", "_reply_wants", "_may_overtake", "_next_reply_generation", "_lent_replies", "kept", "_next_use"),
+        "_is_draining",
     ),
     "Lending": ("_free", "_wants", "_window", "_next_lease_id"),
     "ClientRecord": (

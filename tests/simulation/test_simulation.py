@@ -239,7 +239,7 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
     assert {name: set(fields) for name, fields in FIELDS.items()} == {
         "EngineBook": {
             "clients", "lendings", "_replies", "_reply_wants", "_may_overtake", "_next_reply_generation", "_lent_replies",
-            "late_aborts", "stale_releases", "kept", "_next_use",
+            "late_aborts", "stale_releases", "kept", "_next_use", "_is_draining",
         },
         "KeptBook": {
             "by_key", "by_generation", "unpinned", "waits", "dropped", "hits", "misses", "refusals",
