@@ -18,7 +18,7 @@ from bench.columns import Column, compare
 from bench.command_line import benchmark, environment_of, versions
 from bench.plan import Plan, Runs, Timing
 from bench.repetitions import Measured, Number, percentile, ratio
-from bench.results import Table
+from bench.results import Status, Table
 from bench.servers import wait_until_it_answers
 from bench.targets import Numbers, Target, ratios
 from bench.vllm import encoders, load, workers
@@ -115,8 +115,11 @@ PLAN = Plan(
 
 @benchmark(PLAN)
 def vllm_command(runs: Runs) -> None:
-    """Real vLLM with its tensors inline, through torch_shm and through shmring."""
+    """Real vLLM with its tensors inline, through shared memory of its own, and through shmring."""
     environment = environment_of("vllm", "vLLM")
+    for name, way in WAYS.items():
+        if not way.is_in(environment):
+            runs.fail(runs.cases, [name], "not in this version of vLLM", Status.EXCLUDED)
     for (fleet, its_cases), part in itertools.product(fleets(list(runs.cases)).items(), runs.parts(_STARTS)):
         start = {way: functools.partial(_server, fleet, WAYS[way], environment) for way in fleet.ways}
         _measure(runs, its_cases, start, functools.partial(load.warm_up, fleet), load.measure, part)

@@ -16,6 +16,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -43,17 +44,35 @@ _TIMES: Mapping[int, int] = {416: 12, 1344: 6, 2688: 1}  # as many of smaller pi
 
 
 class Way(NamedTuple):
-    """How tensors travel: what vLLM is started with."""
+    """How tensors travel: what vLLM is started with.
+
+    Attributes:
+        environment, options: of ``vllm serve``.
+        value: of one of vLLM's options for media, which not every version has; empty: each version has this way.
+        serves_several: whether it allows several engine cores.
+    """
 
     environment: Mapping[str, str] = {}
     options: Sequence[str] = ()
+    value: str = ""
+    serves_several: bool = True
+
+    def is_in(self, installation: Path) -> bool:
+        """Whether the vLLM of an environment has this way, as its sources say."""
+        sources = installation.glob("lib/python*/site-packages/vllm/config/multimodal.py")
+        return not self.value or any(f'"{self.value}"' in path.read_text() for path in sources)
 
 
-#: The first is what the others are compared with.
+#: The first is what the others are compared with. Two are proposals for vLLM (#51349, #49462), and are measured as soon as it
+#: has them; ``cuda_ipc`` needs a GPU.
 WAYS = {
     "shmring": Way({"SHMRING_VLLM": "1"}),
     "inline": Way(),
-    "torch_shm": Way(options=("--mm-tensor-ipc", "torch_shm")),
+    "torch_shm": Way(options=("--mm-tensor-ipc", "torch_shm"), serves_several=False),
+    "paged_shm": Way(options=("--mm-processor-cache-type", "paged_shm"), value="paged_shm"),
+    "cuda_ipc": Way(
+        options=("--mm-processor-device", "cuda", "--mm-tensor-ipc", "cuda_ipc"), value="cuda_ipc", serves_several=False
+    ),
 }
 
 
@@ -73,8 +92,8 @@ class Fleet:
 
     @property
     def ways(self) -> list[str]:
-        """Which ways can serve so: torch_shm has one engine core only."""
-        return [way for way in WAYS if way != "torch_shm" or self.engines == 1]
+        """Which ways can serve so."""
+        return [name for name, way in WAYS.items() if way.serves_several or self.engines == 1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,16 @@ def measurement(requests_per_s: float, engine_ms: float = 5.0, lags_ms: Sequence
 
 def test_torch_shm_is_not_asked_for_what_it_cannot_do() -> None:
     assert Fleet(1344, 2).ways == list(WAYS)
-    assert Fleet(1344, 2, engines=2).ways == ["shmring", "inline"]
+    assert Fleet(1344, 2, engines=2).ways == ["shmring", "inline", "paged_shm"]
+
+
+def test_a_way_is_measured_as_soon_as_vllm_has_it(tmp_path: Path) -> None:
+    sources = tmp_path / "lib/python3.11/site-packages/vllm/config/multimodal.py"
+    sources.parent.mkdir(parents=True)
+    for values, has in (('"shm", "lru"', False), ('"shm", "lru", "paged_shm"', True)):
+        sources.write_text(f'MMCacheType = Literal[{values}]\nMMTensorIPC = Literal["direct_rpc", "torch_shm"]\n')
+        there = [name for name, way in WAYS.items() if way.is_in(tmp_path)]
+        assert there == ["shmring", "inline", "torch_shm"] + ["paged_shm"] * has
 
 
 def test_all_cases_of_a_fleet_are_measured_while_it_is_up() -> None:
@@ -164,7 +173,12 @@ def test_the_command_goes_on_without_what_fails_and_stores_what_it_shows(
     stored = json.loads(path.read_bytes())
     assert [row[1:3] for row in stored["tables"][0]["rows"]] == [["shmring", "30.0"]]
     reasons = {gap["subject"]: gap["reason"].partition(" (")[0] for gap in stored["coverage"]["gaps"]}
-    assert reasons == {"inline": "the server did not start", "torch_shm": "OSError: it has gone"}
+    assert reasons == {
+        "inline": "the server did not start",
+        "torch_shm": "OSError: it has gone",
+        "paged_shm": "not in this version of vLLM",
+        "cuda_ipc": "not in this version of vLLM",
+    }
 
 
 def test_every_column_and_target_of_workers_is_of_what_was_measured() -> None:
