@@ -77,6 +77,9 @@ class Worker:
     def say_pid(self) -> int:
         return os.getpid()
 
+    def compute_for_ever(self) -> None:
+        threading.Event().wait()
+
 
 def work(handle: Handle, rank: int, ready: Any, directory: str) -> None:
     """The process of a worker. With ``KEEPING``, it keeps what it is given to compute with."""
@@ -351,6 +354,28 @@ def test_a_stopped_worker_that_does_not_read_ends_it_too(start: Callable[..., En
     with pytest.raises(PeerError, match="was stopped"):
         send_on_and_on()
     os.kill(stopped.pid, signal.SIGCONT)
+
+
+def test_a_worker_that_is_killed_while_others_wait_for_its_room_ends_the_wait(start: Callable[..., Engine]) -> None:
+    """vLLM's own queue waits for ever until a reader that has died says that it has read (vllm #45644)."""
+    engine = start(2)
+    errors: list[Exception] = []
+
+    def send_on_and_on() -> None:
+        try:
+            while True:
+                engine.steps.enqueue(("compute_for_ever", ()))
+        except PeerError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=send_on_and_on)
+    thread.start()
+    until(lambda: engine.steps._ring.statistics().broadcasts_outstanding == 256)  # all that there may be
+    engine.processes[1].kill()
+    thread.join()
+    engine.processes[0].kill()
+    assert "worker 1" in str(errors[0])
+    assert "has died" in str(errors[0])
 
 
 def test_a_timeout_is_one(start: Callable[..., Engine]) -> None:

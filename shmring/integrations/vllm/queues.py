@@ -255,7 +255,7 @@ class _Looking:
 
 
 class Reader:
-    """The reading end of a queue, for one thread.
+    """The reading end of a queue. Several threads may read: each object goes to one of them.
 
     Args:
         handle: of the writer.
@@ -272,6 +272,7 @@ class Reader:
         self._pieces: Pieces | None = None  # of an object that is coming
         self._looking = _Looking()
         self._is_shut_down = threading.Event()
+        self._lock = threading.Lock()  # an object in pieces is for one thread
 
     def export_handle(self) -> Handle:
         """For vLLM: what this was made from."""
@@ -297,7 +298,7 @@ class Reader:
         self._worker = worker
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """For vLLM: waits for the next object.
+        """For vLLM: waits for the next object, and for other threads that wait for theirs.
 
         Args:
             timeout: seconds.
@@ -309,6 +310,14 @@ class Reader:
             RuntimeError: this was shut down.
         """
         deadline_s = None if timeout is None else time.monotonic() + timeout
+        if not self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            raise TimeoutError("another thread waits for the next object")
+        try:
+            return self._next(deadline_s, indefinite)
+        finally:
+            self._lock.release()
+
+    def _next(self, deadline_s: float | None, indefinite: bool) -> Any:
         while True:
             with self._receive(deadline_s, indefinite) as message:
                 payload = message.payload
