@@ -59,6 +59,20 @@ def test_a_source_is_held_until_its_copy_is_over_and_no_longer(copies: QueuedCop
     until(lambda: second() is None)
 
 
+def test_a_large_tensor_is_held_whatever_copies_it(copies: QueuedCopies, events: list[Event]) -> None:
+    copy = copies.around(lambda data, device=None: (len(data), device), 32)
+    assert copy([1, 2], device="cuda") == (2, "cuda")
+    small, large = torch.zeros(4), torch.zeros(8)
+    assert copy(small, device="cuda") == (4, "cuda")
+    assert copy(large, "cuda") == (8, "cuda")
+    gone = [weakref.ref(small), weakref.ref(large)]
+    del small, large
+    assert [reference() is None for reference in gone] == [True, False]
+    (event,) = events
+    event.passed.set()
+    until(lambda: gone[1]() is None)
+
+
 def test_where_cuda_has_failed_nothing_is_released(
     copies: QueuedCopies, events: list[Event], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,7 +26,7 @@ from shmring.integrations.vllm import contract, queue_contract
 print(vllm.__file__)
 print(broken(executor.find_engine, executor.CHECKS))
 print(broken(contract.find_hooks, contract.CHECKS), broken(queue_contract.find_executor, queue_contract.CHECKS))
-print(broken(contract.find_gpu_hooks, contract.GPU_CHECKS))
+print(broken(contract.find_gpu_hooks, contract.GPU_CHECKS), broken(contract.find_copies, contract.COPY_CHECKS))
 """
 
 
@@ -44,7 +44,7 @@ def test_vllm_is_as_the_plug_in_needs_it(version: str) -> None:
     assert file.startswith(str(Path(sys.prefix) / ("lib" if version == "installed" else f"sources/{version}")))
     assert broken_for_executor == "[]"
     assert broken == "[] []"
-    assert broken_on_gpus == "[]"
+    assert broken_on_gpus == "[] []"
 
 
 CHANGES = {

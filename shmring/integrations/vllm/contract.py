@@ -11,7 +11,7 @@ from typing import Any
 
 from shmring.integrations.promises import parameters_differ, uses_are_missing
 
-__all__ = ["CHECKS", "GPU_CHECKS", "Hooks", "find_gpu_hooks", "find_hooks"]
+__all__ = ["CHECKS", "COPY_CHECKS", "GPU_CHECKS", "Hooks", "find_copies", "find_gpu_hooks", "find_hooks"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,3 +188,34 @@ def _runners(_: Any) -> Iterator[str]:
 
 
 GPU_CHECKS = (_putting_together, _runners)
+
+
+# -- for a slab that is registered with CUDA; where it is otherwise, it is not registered ----------------------------------
+
+
+def find_copies() -> Any:
+    """Imports the modules that copy embeddings of prompts to a GPU.
+
+    Raises:
+        ImportError: this vLLM has no such thing.
+    """
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu.mm import encoder_runner
+    from vllm.v1.worker.gpu.model_states import prompt_embeds
+
+    return gpu_model_runner, encoder_runner, prompt_embeds
+
+
+def _copying(modules: Any) -> Iterator[str]:
+    """Each does so by a function of a name of its own, which can be wrapped."""
+    yield from parameters_differ([(module.async_tensor_h2d, ["data", "device"]) for module in modules])
+    runner, encoder, embeddings = modules
+    copying = (
+        runner.GPUModelRunner._execute_mm_encoder,
+        encoder.EncoderRunner.prepare_mm_inputs,
+        embeddings.PromptEmbedsState.add_request,
+    )
+    yield from uses_are_missing([(function, ("async_tensor_h2d",)) for function in copying])
+
+
+COPY_CHECKS = (_copying,)

@@ -10,10 +10,13 @@ Tested with events that are made up. Not run on a GPU yet.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
+
+import torch
 
 from shmring.core.loggers import logger_of
 
@@ -44,6 +47,18 @@ class QueuedCopies:
     def started(self, sources: Any) -> None:
         """Copies of these were queued on the current stream just now."""
         self._held.put((self._record(), sources))
+
+    def around(self, copy: Callable[..., Any], least_nbytes: int) -> Callable[..., Any]:
+        """Returns a function that copies its first argument, whose large tensors are held."""
+
+        @functools.wraps(copy)
+        def held(data: Any, *arguments: Any, **named: Any) -> Any:
+            copied = copy(data, *arguments, **named)
+            if isinstance(data, torch.Tensor) and data.nbytes >= least_nbytes:
+                self.started(data)
+            return copied
+
+        return held
 
     def close(self) -> None:
         """Ends the thread when all copies are over. vLLM's processes never do: it goes on for as long as they live."""

@@ -9,6 +9,7 @@
 ``MultiprocExecutor._init_executor``       an executor knows what its engine core's ring is called
 ``MessageQueue`` in its module             queues between an engine core and its workers are rings
 ``_nested_tensors_h2d``                    what a copy to a GPU reads stays until it is over
+``async_tensor_h2d`` in three modules      likewise, of embeddings of prompts
 ``group_and_batch_mm_items``               the stream that reads tensors in a device slab waits for who writes them
 ``EngineCoreProc.shmring_ring``            new: what an API server calls to learn which ring is its engine core's
 ``EngineCoreProc.shmring_drop``            new: what an API server calls to have kept tensors dropped
@@ -31,7 +32,15 @@ from typing import Any
 from shmring.core.loggers import logger_of
 from shmring.integrations.environment import name_the_run
 from shmring.integrations.promises import broken, not_compiled, stay_off
-from shmring.integrations.vllm.contract import CHECKS, GPU_CHECKS, Hooks, find_gpu_hooks, find_hooks
+from shmring.integrations.vllm.contract import (
+    CHECKS,
+    COPY_CHECKS,
+    GPU_CHECKS,
+    Hooks,
+    find_copies,
+    find_gpu_hooks,
+    find_hooks,
+)
 from shmring.integrations.vllm.engine_ring import NOT_SET, EngineRing
 from shmring.integrations.vllm.settings import PREFIX, Settings
 
@@ -277,6 +286,11 @@ def _serve(core: Any, hooks: Hooks, settings: Settings, engine_ring: EngineRing)
         pin = settings.pin
         if pin == "auto" and not (has_gpu and torch.cuda.device_count() == 1):
             pin = "off"  # registering takes a context of the first GPU, which would only cost memory there
+        if pin != "off" and (findings := broken(find_copies, COPY_CHECKS)):
+            logger.warning(
+                "shmring: the slab is not registered with CUDA: this vLLM is not as it needs it (%s)", "; ".join(findings)
+            )
+            pin = "off"
         if engine_ring.index not in (None, core.engine_index):
             engine_ring = EngineRing(settings)  # then tensors are copied for workers
         copies = core.mm_receiver_cache is not None
@@ -288,7 +302,7 @@ def _serve(core: Any, hooks: Hooks, settings: Settings, engine_ring: EngineRing)
         if isinstance(gpu, int):
             _order_what_gpus_read(receiver)
         if has_gpu:
-            _hold_what_copies_read(hooks)
+            _hold_what_copies_read(hooks, settings)
     except Exception:
         logger.exception("shmring stays off in engine core %d, and tensors go inline", core.engine_index)
 
@@ -343,7 +357,7 @@ def _replace_queues(hooks: Hooks, settings: Settings, engine_ring: EngineRing, *
         import torch
 
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            _hold_what_copies_read(hooks)
+            _hold_what_copies_read(hooks, settings)
 
     initialize = executor.MultiprocExecutor._init_executor
 
@@ -358,7 +372,7 @@ def _replace_queues(hooks: Hooks, settings: Settings, engine_ring: EngineRing, *
     executor.MessageQueue = Queues(executor.MessageQueue, settings, engine_ring, worker_has_joined)
 
 
-def _hold_what_copies_read(hooks: Hooks) -> None:
+def _hold_what_copies_read(hooks: Hooks, settings: Settings) -> None:
     import torch
 
     from shmring.integrations.vllm.queued_copies import QueuedCopies
@@ -379,3 +393,6 @@ def _hold_what_copies_read(hooks: Hooks) -> None:
         return copied
 
     hooks.inputs._nested_tensors_h2d = _nested_tensors_h2d
+    if not broken(find_copies, COPY_CHECKS):
+        for module in find_copies():
+            module.async_tensor_h2d = queued_copies.around(module.async_tensor_h2d, settings.min_nbytes)
