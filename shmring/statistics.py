@@ -114,6 +114,9 @@ class RingStatistics(_Record):
         kept_evicted_nbytes: bytes of contents that have gone because their memory was wanted.
         kept_refusals: contents not kept, or not pinned for a frontend that looked for them, because of a limit.
         kept_waits: keys for which frontends wait now, each counted once for each frontend.
+        deliveries_untaken: deliveries that nobody has taken yet; they count as content in use.
+        deliveries_taken: deliveries that a frontend has taken.
+        deliveries_withdrawn: deliveries that their sender has taken back.
         pinned_nbytes: bytes of the slab that are registered with CUDA: all or nothing.
         pin_seconds: seconds that registering them took.
         device_copies: requests copied to a GPU.
@@ -183,6 +186,9 @@ class RingStatistics(_Record):
     kept_evicted_nbytes: int = _counter()
     kept_refusals: int = _counter()
     kept_waits: int
+    deliveries_untaken: int
+    deliveries_taken: int = _counter()
+    deliveries_withdrawn: int = _counter()
     device_slab_nbytes: int = 0
     device_slab_free_nbytes: int = 0
     device_slab_leased_nbytes: int = 0

@@ -86,9 +86,9 @@ def content_of(
     return message.content
 
 
-def keep_of(token: int, key: bytes, slot: SlotRef, is_copied: bool = False) -> Keep:
+def keep_of(token: int, key: bytes, slot: SlotRef, is_copied: bool = False, for_one: bool = False) -> Keep:
     """Returns the message with which a client hands over a slot to be kept."""
-    return Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, b"\xc0")
+    return Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, b"\xc0", for_one)
 
 
 def reply_of(payload: object, copied: object = None, *, request_id: int = 1, lies_at: tuple[int, int] | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""A store as a process: keeps content, and hands deliveries out, until it is told to end or nobody has used it for long.
+"""A store as a process: keeps content and deliveries, until it is told to end or nobody has used it for long.
 
 When a signal tells it to end, it drains for ``shutdown_timeout_s``: it keeps nothing new, and waits until no client uses its
 content. A second signal ends it at once.
@@ -17,7 +17,6 @@ import uvloop
 
 import shmring
 from shmring.core.loggers import logger_of
-from shmring.engine.store.deliveries import Deliveries
 from shmring.engine.store.metrics import serve_metrics
 from shmring.engine.store.settings import StoreSettings
 from shmring.processes.child import say_ready
@@ -77,13 +76,11 @@ async def _serve(settings: StoreSettings, ready_fd: int | None) -> None:
     stop.heed_signals()
     async with shmring.serve(settings.name, settings.ring) as ring, contextlib.AsyncExitStack() as closing:
         facts = {"name": settings.name, "engines": 1, "pid": os.getpid()}  # as ServerFacts, for `shmring drain`
-        deliveries = Deliveries(asyncio.get_running_loop().time)
-        ring.add_to_snapshots(lambda: {"store": facts, "deliveries": deliveries.describe()})
+        ring.add_to_snapshots(lambda: {"store": facts})
         port = None
         if settings.port is not None:
             port = await closing.enter_async_context(serve_metrics(ring, settings.host, settings.port))
-        answering = asyncio.ensure_future(_answer_requests(ring, deliveries))
-        dropping = asyncio.ensure_future(deliveries.drop_old_in_time())
+        answering = asyncio.ensure_future(_answer_requests(ring))
         counts = ring.statistics()
         logger.info(
             "%s is ready: slab %d bytes, for content %d", settings.name, counts.slab_nbytes, counts.kept_capacity_nbytes
@@ -94,15 +91,14 @@ async def _serve(settings: StoreSettings, ready_fd: int | None) -> None:
                 say_ready(ready_fd, Ready(os.getpid(), port))
         await _until_told(ring, stop, settings)
         await _drain(ring, stop, settings.shutdown_timeout_s)
-        dropping.cancel()
         await answering
     logger.info("%s has ended", settings.name)
 
 
-async def _answer_requests(ring: shmring.Ring, deliveries: Deliveries) -> None:
-    """Deliveries are answered. A client may not know what it talks to; other requests end at once, and take no memory."""
+async def _answer_requests(ring: shmring.Ring) -> None:
+    """A client may not know what it talks to. Its requests end at once, and take no memory."""
     async for claim in ring:
-        deliveries.answer(claim)
+        claim.fail(NotImplementedError("a store keeps content, and answers no requests"))
 
 
 async def _until_told(ring: shmring.Ring, stop: Stop, settings: StoreSettings) -> None:

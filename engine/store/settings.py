@@ -17,11 +17,7 @@ __all__ = ["StoreSettings"]
 _WRITTEN_PART = 8
 
 # Registering its slab with CUDA would help no other process.
-_RING = RingConfig(pin="off")
-
-#: A store's replies are small deliveries, which takers copy out at once: a few at a time, or some hundreds.
-_REPLY_PART = 256
-_LEAST_REPLY_NBYTES, _MOST_REPLY_NBYTES = 256 << 10, 16 << 20
+_RING = RingConfig(reply_nbytes="64KiB", pin="off")
 
 _RING_FLAGS = {
     "slab_nbytes": Flag(names=("--slab", "--slab-nbytes"), text="The memory that the store reserves, all of it at its start."),
@@ -68,15 +64,8 @@ class StoreSettings:
             ValueError: the name can't be one, or the slab is too small.
         """
         validate_name(self.name)
-        slab_nbytes = parse_nbytes(self.ring.slab_nbytes)
-        reply_nbytes = self.ring.reply_nbytes
-        if reply_nbytes is None:
-            part_nbytes = slab_nbytes // _REPLY_PART // BLOCK_NBYTES * BLOCK_NBYTES
-            reply_nbytes = min(max(part_nbytes, _LEAST_REPLY_NBYTES), _MOST_REPLY_NBYTES)
-        blocks = Geometry.of(slab_nbytes, parse_nbytes(reply_nbytes)).leasable_blocks
+        blocks = Geometry.of(parse_nbytes(self.ring.slab_nbytes), parse_nbytes(self.ring.reply_nbytes or 0)).leasable_blocks
         kept_nbytes = self.ring.kept_nbytes
         if kept_nbytes is None:
             kept_nbytes = (blocks - blocks // _WRITTEN_PART) * BLOCK_NBYTES
-        return dataclasses.replace(
-            self, ring=dataclasses.replace(self.ring, reply_nbytes=reply_nbytes, kept_nbytes=kept_nbytes)
-        )
+        return dataclasses.replace(self, ring=dataclasses.replace(self.ring, kept_nbytes=kept_nbytes))

@@ -11,6 +11,10 @@ has a pin of its own at the engine: messages come in order, and the request come
 Callers that wait for a key share one question to the engine (:class:`_Wait`), which answers it when the content comes. If all
 of them have left, the engine is told, and answers as well: so each question has one answer, whatever crosses on the way.
 
+A *delivery* is content for the one who takes it (:meth:`KeptContents.deliver`, :meth:`KeptContents.take`). Its sender has no
+pin of it: when the engine has it, its slot is neither in a lease nor pinned here. Who takes it has a pin under a key that is no
+key of content (:func:`_taken_key`), as the next delivery of the same name is another content.
+
 A slot that is handed over behind a GPU's work (:meth:`KeptContents.keep_nowait`) is this object's from then on. Nothing is sent
 before the GPU has done that work, so a process that dies meanwhile has published nothing.
 
@@ -24,9 +28,9 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Generic, Self
+from typing import Any, Generic, Self, TypeAlias
 
 import msgspec
 from typing_extensions import TypeVar
@@ -41,6 +45,7 @@ from shmring.core.messages import (
     MAX_FINDS,
     MAX_KEPT_PAYLOAD_NBYTES,
     MAX_WAITS,
+    MAX_WITHDRAWN,
     SLOT_HEADER_NBYTES,
     Find,
     Found,
@@ -48,6 +53,7 @@ from shmring.core.messages import (
     NotKept,
     StopWaiting,
     Unpin,
+    Withdraw,
 )
 from shmring.core.states import ClientSlot
 from shmring.errors import CapacityError, ClosedError, RemoteError, RemoteProtocolError, ShmringError, WouldBlock, fresh
@@ -75,6 +81,15 @@ _WHY_NOT = {
 }
 
 
+#: What the engine's answer becomes: a pin, with one more user; why there is none; None: a delivery is there for its taker.
+_Answer: TypeAlias = Pin | NotKept | None
+
+
+def _taken_key(found: Found) -> bytes:
+    """Returns the key under which a delivery is pinned here: none of content, and of no other delivery."""
+    return found.generation.to_bytes(8, "big")
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class _Wait:
     """A key for which callers wait.
@@ -82,12 +97,14 @@ class _Wait:
     Attributes:
         key: which one.
         token: of the question to the engine.
+        for_one: whether it is the name of a delivery, which one of the callers takes.
         line: of the callers.
         is_ending: whether all of them had left, and the engine was told.
     """
 
     key: bytes
     token: int
+    for_one: bool = False
     line: WaitingLine[Pin | NotKept] = dataclasses.field(default_factory=WaitingLine)
     is_ending: bool = False
 
@@ -134,6 +151,25 @@ class Keeping:
         if not self._over.done():
             self.error = error
             self._over.set_result(None)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Question:
+    """Content that was looked for or handed over, of which the engine has not answered.
+
+    Attributes:
+        place: of its caller, in line.
+        key: of the content.
+        record: of the slot that was handed over; None: this is a search.
+        for_one: whether it is a delivery.
+        slot: that the delivery lies in, which is left when the engine has it; None: it was copied.
+    """
+
+    place: Place[_Answer]
+    key: bytes
+    record: ClientSlotRecord | None = None
+    for_one: bool = False
+    slot: Slot | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -265,9 +301,9 @@ class KeptContents:
         self._tokens = itertools.count(1)
         self._pins: dict[int, Pin] = {}  # by generation; by key, the end has them
         self._asking = asyncio.Semaphore(MAX_FINDS)
-        self._line: WaitingLine[Pin | NotKept] = WaitingLine()
-        self._answers: dict[int, tuple[Place[Pin | NotKept], bytes, ClientSlotRecord | None]] = {}
-        self._waits: dict[bytes, _Wait] = {}
+        self._line: WaitingLine[_Answer] = WaitingLine()
+        self._answers: dict[int, _Question] = {}  # by token
+        self._waits: dict[tuple[bytes, bool], _Wait] = {}  # by key, and whether it is for one
         self._waited: dict[int, _Wait] = {}  # the same, by token
         self._handed: dict[int, _Handed] = {}  # behind a GPU's work, by the number that is reported then
         self._publishing: set[asyncio.Task[None]] = set()
@@ -282,12 +318,16 @@ class KeptContents:
         self.life.check_alive()
         pin = self.end.use_pinned(key)
         if pin is None:
-            place = await self._send(key, None)
-            try:
-                pin = self._taken(await self._line.stay(place, self._unused))
-            finally:
-                del place
+            pin = await self._look_for(key)
         return None if pin is None else self._handed_out(pin, payload_type)
+
+    async def _look_for(self, key: bytes, *, for_one: bool = False) -> Pin | None:
+        """Asks the engine whether content is there now."""
+        place = await self._send(key, None, for_one=for_one)
+        try:
+            return self._found(await self._line.stay(place, self._unused))
+        finally:
+            del place
 
     def find_nowait(self, key: bytes, payload_type: Any) -> Kept[Any] | None:
         """See :meth:`Client.find_nowait`; None: it is not pinned here. On any thread."""
@@ -299,7 +339,7 @@ class KeptContents:
         """See :meth:`Client.find_many`; returns what was found, each once."""
         self.life.check_alive()
         found: dict[bytes, Kept[Any]] = {}
-        asked: dict[bytes, Place[Pin | NotKept]] = {}
+        asked: dict[bytes, Place[_Answer]] = {}
         try:
             for key in dict.fromkeys(keys):
                 if (pin := self.end.use_pinned(key)) is not None:
@@ -308,7 +348,7 @@ class KeptContents:
                     asked[key] = await self._send(key, None)  # without waiting for an answer, so all have one round trip
             while asked:
                 key = next(iter(asked))
-                if (pin := self._taken(await self._line.stay(asked.pop(key), self._unused))) is not None:
+                if (pin := self._found(await self._line.stay(asked.pop(key), self._unused))) is not None:
                     found[key] = self._handed_out(pin, payload_type)
             return found
         except BaseException:
@@ -320,12 +360,13 @@ class KeptContents:
         finally:
             asked.clear()
 
-    def _taken(self, answer: Pin | NotKept) -> Pin | None:
+    def _found(self, answer: _Answer) -> Pin | None:
         """The answer to a search has come: returns the pin; None: there is no such content.
 
         Raises:
             WouldBlock: it must not be pinned.
         """
+        assert answer is not None, "only what was handed over is answered with nothing"
         if not isinstance(answer, NotKept):
             self.life.counters.kept_hits += 1
             return answer
@@ -341,27 +382,40 @@ class KeptContents:
             self.life.check_alive()
             pin = self.end.use_pinned(key)
             if pin is None:
-                pin = self._taken(await self._await_in_line(key))
+                pin = self._found(await self._await_in_line(key))
             if pin is not None:
                 return self._handed_out(pin, payload_type)
 
-    async def _await_in_line(self, key: bytes) -> Pin | NotKept:
+    async def take(self, name: bytes, payload_type: Any, absent: Callable[[], object] | None) -> Kept[Any]:
+        """See :meth:`shmring.client.deliveries.Deliveries.take`."""
+        if absent is not None:
+            pin = await self._look_for(name, for_one=True)
+            if pin is not None:
+                return self._handed_out(pin, payload_type)
+            absent()
+        while True:  # another caller of this client may have taken it
+            self.life.check_alive()
+            pin = self._found(await self._await_in_line(name, for_one=True))
+            if pin is not None:
+                return self._handed_out(pin, payload_type)
+
+    async def _await_in_line(self, key: bytes, *, for_one: bool = False) -> Pin | NotKept:
         """Waits for content, together with others that wait for the same. It has one more user then.
 
         What is held meanwhile: one of the keys that a client may wait for.
         """
         await self._sending.writable()
         self.life.check_alive()
-        wait = self._waits.get(key)
+        wait = self._waits.get((key, for_one))
         if wait is None:
             if len(self._waits) >= MAX_WAITS:
                 raise WouldBlock(f"callers of this client wait for {len(self._waits)} keys, and the engine takes no more")
-            wait = self._waits[key] = _Wait(key, next(self._tokens))
+            wait = self._waits[key, for_one] = _Wait(key, next(self._tokens), for_one)
             self._waited[wait.token] = wait
             try:
-                self._link.send(Find(wait.token, key, waits=True))
+                self._link.send(Find(wait.token, key, waits=True, for_one=for_one))
             except BaseException:  # it was not sent
-                del self._waits[key], self._waited[wait.token]
+                del self._waits[key, for_one], self._waited[wait.token]
                 raise
         place = wait.line.enter()
         try:
@@ -382,13 +436,16 @@ class KeptContents:
             RemoteProtocolError: the answer can't be true.
         """
         if isinstance(answer, Found):
-            result: Pin | NotKept = self._pinned(wait.key, answer, None)
+            result: Pin | NotKept = self._pinned(_taken_key(answer) if wait.for_one else wait.key, answer, None)
         elif answer.reason == "pins" or (answer.reason == "absent" and wait.is_ending):
             result = answer
         else:
             raise RemoteProtocolError(f"who waits for content is answered with {answer.reason!r}")
-        del self._waits[wait.key], self._waited[wait.token]
+        del self._waits[wait.key, wait.for_one], self._waited[wait.token]
         for place in [place for place, _ in wait.line.waiting()]:
+            if isinstance(result, Pin) and wait.for_one and result.users > 1:  # the caller before it has taken it
+                place.set_result(NotKept(wait.token, "absent"))
+                continue
             if isinstance(result, Pin):
                 result.enter()
             place.set_result(result)
@@ -446,12 +503,34 @@ class KeptContents:
 
     async def keep(self, key: bytes, payload: object) -> Kept[Any]:
         """See :meth:`Client.keep`."""
+        pin = await self._give(key, payload)
+        assert pin is not None
+        return self._handed_out(pin, Any)
+
+    async def deliver(self, name: bytes, payload: object, slot: Slot | None) -> None:
+        """See :meth:`shmring.client.deliveries.Deliveries.deliver`. The slot is left when the engine has the content."""
+        await self._give(name, payload, for_one=True, slot=slot)
+
+    def withdraw(self, names: Sequence[bytes]) -> None:
+        """Takes deliveries back that nobody has taken: those of these names, or without names all of this client."""
+        self.life.check_alive()
+        for start in range(0, max(1, len(names)), MAX_WITHDRAWN):
+            self._link.send(Withdraw(tuple(names[start : start + MAX_WITHDRAWN])))
+
+    async def _give(self, key: bytes, payload: object, *, for_one: bool = False, slot: Slot | None = None) -> Pin | None:
+        """Hands content over; returns its pin, with one more user. None: it is a delivery.
+
+        Args:
+            key, payload: of the content.
+            for_one: whether it is a delivery.
+            slot: that a delivery lies in; None: it is copied.
+        """
         self.life.check_alive()
         if self._load is not None and self._load.draining:
             raise WouldBlock(_ENDS)
         copied: ClientSlotRecord | None = None
-        packed = self.end.pack(payload)
-        if not self._can_keep(packed):
+        packed = None if for_one and slot is None else self.end.pack(payload)
+        if packed is None or not self._can_keep(packed) or (slot is not None and packed.slots[0] is not slot._record):
             packed = self.end.pack_apart(payload)
             if not packed.copied_nbytes:
                 raise ValueError("content that is kept has a tensor in it; there is none in this payload that has bytes")
@@ -461,7 +540,7 @@ class KeptContents:
         try:
             if copied is not None:
                 await self._sending.copy(packed, copied)
-            place = await self._send(key, (packed.payload, payload, copied))
+            place = await self._send(key, (packed.payload, payload, copied), for_one=for_one, slot=slot)
             try:
                 answer = await self._line.stay(place, self._unused)
             finally:
@@ -474,7 +553,7 @@ class KeptContents:
             if answer.reason == "large":
                 raise self._too_large(packed.slot_nbytes or packed.in_place_nbytes)
             raise WouldBlock(_WHY_NOT[answer.reason])
-        return self._handed_out(answer, Any)
+        return answer
 
     def _too_large(self, nbytes: int) -> CapacityError:
         """The error of content that can never be kept: its slot is larger than one of two limits."""
@@ -511,12 +590,20 @@ class KeptContents:
                 capacity=capacity,
             )
 
-    async def _send(self, key: bytes, given: tuple[bytes, object, ClientSlotRecord | None] | None) -> Place[Pin | NotKept]:
+    async def _send(
+        self,
+        key: bytes,
+        given: tuple[bytes, object, ClientSlotRecord | None] | None,
+        *,
+        for_one: bool = False,
+        slot: Slot | None = None,
+    ) -> Place[_Answer]:
         """Looks for content, or hands some over, when that may be. Found content has one more user then.
 
         Args:
             key: of the content.
             given: its payload as msgpack, the packed payload, and the slot; None: this is a search.
+            for_one, slot: as of :meth:`_give`.
 
         Returns:
             The place of the answer, in line.
@@ -529,9 +616,9 @@ class KeptContents:
             self.life.check_alive()
             token = next(self._tokens)
             record: ClientSlotRecord | None = None
-            place: Place[Pin | NotKept] | None = None
+            place: Place[_Answer] | None = None
             if given is None:
-                message: Find | Keep = Find(token, key)
+                message: Find | Keep = Find(token, key, for_one=for_one)
             else:
                 encoded, payload, record = given
                 is_copied = record is not None
@@ -540,12 +627,14 @@ class KeptContents:
                     if not self._can_keep(packed):
                         raise WouldBlock("the slot that this lies in was submitted by somebody else meanwhile")
                     encoded, record = packed.payload, packed.slots[0]
-                slot = self.end.hand_over(record)
+                ref = self.end.hand_over(record)
             try:
                 if record is not None:
-                    message = Keep(token, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, is_copied, encoded)
+                    message = Keep(
+                        token, key, ref.lease_id, ref.offset, ref.nbytes, ref.generation, is_copied, encoded, for_one
+                    )
                 place = self._line.enter()
-                self._answers[token] = place, key, record
+                self._answers[token] = _Question(place, key, record, for_one, slot)
                 self._link.send(message)
             except BaseException:  # the message was not sent
                 self._answers.pop(token, None)
@@ -562,7 +651,7 @@ class KeptContents:
         finally:
             place = None
 
-    def _unused(self, answer: Pin | NotKept) -> None:
+    def _unused(self, answer: _Answer) -> None:
         if isinstance(answer, Pin):
             self.leave(answer, None)
 
@@ -578,19 +667,35 @@ class KeptContents:
         question = self._answers.get(answer.token)
         if question is None:
             raise RemoteProtocolError(f"request {answer.token} for kept content is answered, which is not in flight")
-        future, key, record = question
-        if isinstance(answer, Found):
-            result: Pin | NotKept = self._pinned(key, answer, record)
-        elif answer.reason in (_NOT_FOUND if record is None else _NOT_KEPT):
+        future = question.place
+        result: _Answer = None
+        if isinstance(answer, NotKept) and answer.reason in (_NOT_FOUND if question.record is None else _NOT_KEPT):
             result = answer
-        else:
+        elif isinstance(answer, NotKept):
             raise RemoteProtocolError(f"request {answer.token} for kept content is answered with {answer.reason!r}")
+        elif question.for_one and question.record is not None:
+            self._delivered(question.record, question.slot, answer)
+        else:
+            result = self._pinned(_taken_key(answer) if question.for_one else question.key, answer, question.record)
         del self._answers[answer.token]  # not before: the waiting task gets the error if the answer breaks the rules
         self._asking.release()
         if not future.done():
             future.set_result(result)
         elif isinstance(result, Pin):  # its caller stopped waiting
             self.leave(result, None)
+
+    def _delivered(self, record: ClientSlotRecord, slot: Slot | None, found: Found) -> None:
+        """The engine has a delivery of this client.
+
+        Raises:
+            RemoteProtocolError: it has something else.
+        """
+        if (found.generation, found.offset, found.nbytes) != (record.generation, record.offset, record.nbytes):
+            raise RemoteProtocolError(f"the engine has slot {found.generation} delivered, and not slot {record.generation}")
+        self._host_slots.carry_out(self._host_slots.book.kept(found.generation, self.life.loop.time()))
+        record.state = ClientSlot.FREE  # its taker's
+        if slot is not None:
+            slot.close()
 
     def _pinned(self, key: bytes, found: Found, record: ClientSlotRecord | None) -> Pin:
         """Content is pinned once more at the engine; returns its pin, with one more user.
@@ -678,9 +783,10 @@ class KeptContents:
 
     def slot_views_gone(self, record: ClientSlotRecord) -> None:
         """The last view of a slot that is kept, and was left, has died."""
-        pin = self._pins[record.generation]
-        pin.leave()
-        self._forget_unused(pin)
+        pin = self._pins.get(record.generation)
+        if pin is not None:  # otherwise it was delivered
+            pin.leave()
+            self._forget_unused(pin)
 
     def views_gone(self, generation: int) -> None:
         """The last view of one caller of a content has died."""
@@ -706,12 +812,12 @@ class KeptContents:
         This includes content that was handed over and not answered yet: when the engine reads the goodbye, it is kept or was
         refused, and the caller of its slot may still write to it.
         """
-        given = [record.generation for _, _, record in self._answers.values() if record is not None]
+        given = [question.record.generation for question in self._answers.values() if question.record is not None]
         return [*self._pins, *given]
 
     def lose(self) -> list[asyncio.Future[Any]]:
         """The session has ended; returns the futures that tasks wait for."""
-        waiting: list[asyncio.Future[Any]] = [future for future, _, _ in self._answers.values()]
+        waiting: list[asyncio.Future[Any]] = [question.place for question in self._answers.values()]
         for _ in self._answers:
             self._asking.release()
         for wait in self._waits.values():

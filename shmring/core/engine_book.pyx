@@ -21,9 +21,9 @@ record. If they return a list of effects, they return None for an empty one. The
 ``tests/model/engine_book.py`` specifies the book in plain Python, and the tests compare the two.
 
 Kept content (``kept_book.pyx``) is found, pinned and handed over here. The book counts the pins of each client; they end when
-the client gives them back, says goodbye or dies, as its leases do. A client that waits for a key stops when its connection ends. A request names kept content as a slot of lease 0. The book
-makes a record for each such use, like that of any other slot, with a number of its own, so that one content can be in many
-requests.
+the client gives them back, says goodbye or dies, as its leases do. A client that waits for a key stops when its connection ends.
+A delivery has one pin of the engine until it has its taker. A request names kept content as a slot of lease 0. The book makes a
+record for each such use, like that of any other slot, with a number of its own, so that one content can be in many requests.
 
 Invariants (:meth:`EngineBook.check` asserts them): free, leased and quarantined blocks add up; every live slot lies inside a lease
 of its client; no two live slots overlap; a client that is gone and whose slots are all released holds nothing.
@@ -571,7 +571,9 @@ cdef class EngineBook:
 
     # -- what is kept ------------------------------------------------------------------------------------------------
 
-    def find(self, uint64_t client_id, uint64_t token, bytes key, bint waits=False) -> list[EngineEffect]:
+    def find(
+        self, uint64_t client_id, uint64_t token, bytes key, bint waits=False, bint for_one=False
+    ) -> list[EngineEffect]:
         """A client looks for kept content: if it is there, it is pinned once more for the client.
 
         Args:
@@ -579,12 +581,15 @@ cdef class EngineBook:
             token: of its question.
             key: of the content.
             waits: whether the answer, if the content is not there, waits for it; or until the client stops waiting.
+            for_one: whether it looks for a delivery, which it takes. The key is its name.
 
         Raises:
             RemoteProtocolError: it waits for this key already, or for as many as it may, or by this token. Nothing was changed.
         """
         cdef ClientRecord client = self._connected(client_id)
-        cdef KeptRecord kept = self.kept.by_key.get(key)
+        cdef KeptRecord kept
+        key = _booked(key, for_one)
+        kept = self.kept.by_key.get(key)
         if kept is not None:
             return [Answered(client_id, self._answer_to(client, token, kept))]
         if not waits:
@@ -616,6 +621,8 @@ cdef class EngineBook:
         self.kept.hits += 1
         kept.hits += 1
         self._pin(client, kept)
+        if kept.for_one:
+            self.kept.take(kept)
         return _found(token, kept)
 
     cdef bint _may_pin(self, ClientRecord client, KeptRecord kept, uint64_t blocks) except -1:
@@ -629,6 +636,9 @@ cdef class EngineBook:
     def keep(self, uint64_t client_id, content: Keep) -> list[EngineEffect]:
         """A client hands a slot over, to be kept and pinned for it. Of two contents with one key, the first is kept, and both
         clients get that. Clients that wait for the key have it from now on, in the order in which they began to wait.
+
+        A delivery is not pinned for its client. The first client that waits for its name takes it, and one of this name that
+        nobody has taken goes.
 
         Args:
             content: its payload was checked.
@@ -648,44 +658,78 @@ cdef class EngineBook:
             raise RemoteProtocolError("what is kept is in host memory")
         client.last_generation = record.generation
         record.lease.new_moments = 0
-        kept = self.kept.by_key.get(content.key)
-        reason = self._why_not_kept(client, record, kept)
+        key = _booked(content.key, content.for_one)
+        kept = self.kept.by_key.get(key)
+        if kept is not None and content.for_one:
+            self._unpin(kept)
+            kept = None
+        reason = self._why_not_kept(client, record, kept, content.for_one)
         if reason is not None or kept is not None:
             record.lease.live.give(record.start, record.blocks)
             effects = [Released(client_id, (record.generation,))]
             if reason is not None:
                 self.kept.refusals += 1
                 effects.append(Answered(client_id, NotKept(content.token, reason)))
-                return effects
+                return self._served(effects)
             self._pin(client, kept)
             effects.append(Answered(client_id, _found(content.token, kept)))
             return effects
         while self.kept.must_give(record.blocks):
             self.host.evict(<KeptRecord>next(iter(self.kept.unpinned.values())), True)
         kept = KeptRecord.__new__(KeptRecord)
-        kept.generation, kept.key = record.generation, content.key
+        kept.generation, kept.key, kept.for_one = record.generation, key, content.for_one
         kept.payload, kept.is_copied = content.payload, content.is_copied
         kept.start, kept.blocks, kept.nbytes = record.start, record.blocks, numbers.nbytes
         self.host.carve(client, record.lease, kept)
         self.kept.unpinned[kept.generation] = kept
         self.kept.unpinned_blocks += kept.blocks
         self.kept.add(kept)
-        self._pin(client, kept)
+        if kept.for_one:
+            self.kept.pin(kept)  # until it has a taker
+        else:
+            self._pin(client, kept)
         effects = [Answered(client_id, _found(content.token, kept))]
-        for waiting_id, token in list(self.kept.waits.get(kept.key, {}).items()):
+        for waiting_id, token in list(self.kept.waits.get(key, {}).items()):
             client = self._connected(waiting_id)
             self.kept.end_wait(client, token)
             effects.append(Answered(waiting_id, self._answer_to(client, token, kept)))
+            if key not in self.kept.by_key:  # it has its taker
+                break
+        self._owes_service = False
         self.host.serve(effects)
         return effects
 
-    cdef str _why_not_kept(self, ClientRecord client, EngineSlotRecord slot, KeptRecord there):
+    def withdraw(self, uint64_t client_id, names: Sequence[bytes]) -> list[EngineEffect]:
+        """A client takes its deliveries back that nobody has taken: those of these names, or without names all of them."""
+        cdef KeptRecord kept
+        self._connected(client_id)
+        wanted = [self.kept.by_key.get(_booked(name, True)) for name in names] if names else self.untaken()
+        for kept in dict.fromkeys(wanted):
+            if kept is not None and kept.generation >> GENERATION_BITS == client_id:
+                self._unpin(kept)
+                self.kept.withdrawn += 1
+        return self._served([])
+
+    def untaken(self) -> list[KeptRecord]:
+        """Returns the deliveries that have no taker."""
+        cdef KeptRecord kept
+        return [kept for kept in self.kept.by_key.values() if kept.for_one]
+
+    def drop_untaken(self, generations: Collection[int]) -> list[EngineEffect]:
+        """The engine drops deliveries that nobody has taken for long."""
+        cdef KeptRecord kept
+        for kept in self.untaken():
+            if kept.generation in generations:
+                self._unpin(kept)
+        return self._served([])
+
+    cdef str _why_not_kept(self, ClientRecord client, EngineSlotRecord slot, KeptRecord there, bint for_one):
         """Returns why a slot is not kept, for the message; None: it is kept, or there is other content with the key already."""
         if self._is_draining:
             return "ends"
         if there is None and slot.blocks > min(self.kept.max_blocks, self._most_pinned_blocks):
             return "large"
-        if not self._may_pin(client, there, slot.blocks if there is None else there.blocks):
+        if not for_one and not self._may_pin(client, there, slot.blocks if there is None else there.blocks):
             return "pins"
         if there is not None:
             return None
@@ -744,7 +788,7 @@ cdef class EngineBook:
     cdef int _unpin(self, KeptRecord kept) except -1:
         """The caller must then serve the clients that wait for memory (:meth:`_served`)."""
         self.kept.unpin(kept)
-        if not kept.pins and self.host.is_wanted(kept.start, kept.blocks):
+        if not kept.pins and (kept.for_one or self.host.is_wanted(kept.start, kept.blocks)):
             self.host.evict(kept, False)
         self._owes_service = self.host.waiting_lease_requests != 0
         return 0
@@ -1037,7 +1081,8 @@ cdef class EngineBook:
         assert self._device_slots == sum(slot.kept is None and slot.lease.memory == DEVICE for slot in slots)
         for kept in self.kept.by_generation.values():
             pins = sum(kept.generation in client.pins for client in self.clients.values())
-            assert kept.pins == pins + sum(slot.kept is kept for slot in slots), "a pin is nobody's, or is not counted"
+            is_untaken = kept.for_one and self.kept.by_key.get(kept.key) is kept
+            assert kept.pins == pins + sum(slot.kept is kept for slot in slots) + is_untaken, "a pin is nobody's, or is not counted"
         assert sum(map(len, self.kept.waits.values())) == sum(len(client.waits) for client in self.clients.values())
         assert not self._owes_service, "a pin has gone, and nobody was served"
         for client in self.clients.values():
@@ -1062,6 +1107,11 @@ cdef class EngineBook:
                 assert slot.lease.start <= slot.start and slot.start + slot.blocks <= slot.lease.end
                 assert client.leases.get(slot.lease.lease_id) is slot.lease, "a live slot is in no lease of its client"
                 end = slot.start + slot.blocks
+
+
+cdef bytes _booked(bytes key, bint for_one):
+    """Returns the key that the book has: the name of a delivery is none of content for all."""
+    return key + b"1" if for_one else key
 
 
 cdef object _found(uint64_t token, KeptRecord kept):

@@ -9,10 +9,15 @@ least recently used content first. So no request ever waits for unpinned content
 A client may wait for a key that has no content. Its question is answered when content comes: in the same event that keeps it,
 so what a client has waited for is pinned for it before anything can drop it. A client has one such question for a key.
 
+A *delivery* is content for one: the first client that looks for its name, or waits for it, takes it. From then on nobody else
+finds it, and when that client has given its pin back, it goes. Before that, the engine itself has it pinned, so nothing that was
+delivered gives way to anything. Of two with one name that nobody has taken, the later one stands. Names and keys are never equal
+(:func:`_booked`).
+
 This book has the contents. :class:`Lending` knows where they lie, and :class:`EngineBook` which clients have pinned them.
 
-Invariants (:meth:`KeptBook.check`): ``unpinned`` has exactly the contents without a pin; the sums are true, and within the
-bounds; nobody waits for a key that has content.
+Invariants (:meth:`KeptBook.check`): ``unpinned`` has exactly the contents without a pin, and no delivery; the sums are true, and
+within the bounds; nobody waits for a key that has content.
 """
 
 from collections import OrderedDict
@@ -33,7 +38,8 @@ cdef class KeptBook:
         hits, misses: how often a frontend looked for a key, and found it or not.
         evictions, evicted_nbytes: contents that were dropped because their memory was wanted, and their bytes.
         evictions_for_content: of them, those that made room for other content; all others made room for a lease.
-        refusals: contents that were not kept, or found and not pinned, because of a limit.
+        refusals: contents that were not kept, or found and not pinned, because of a limit, or since the engine drains.
+        taken, withdrawn: deliveries that a client has taken; and those that their sender has taken back.
         waits: the tokens of the clients that wait for a key, by key and client.
         dropped: the contents that went last: key, bytes, how often each was found, and whether it made room for content.
     """
@@ -49,6 +55,8 @@ cdef class KeptBook:
     cdef public uint64_t evicted_nbytes
     cdef public uint64_t evictions_for_content
     cdef public uint64_t refusals
+    cdef public uint64_t taken
+    cdef public uint64_t withdrawn
     cdef public uint64_t blocks       # of all of it
     cdef public uint64_t unpinned_blocks
     cdef readonly uint64_t max_blocks
@@ -85,6 +93,13 @@ cdef class KeptBook:
             self.unpinned_blocks += record.blocks
         return 0
 
+    cdef int take(self, KeptRecord record) except -1:
+        """A delivery has its taker, which has pinned it: nobody else finds it."""
+        del self.by_key[record.key]
+        record.pins -= 1
+        self.taken += 1
+        return 0
+
     cdef int forget(self, KeptRecord record, bint for_content) except -1:
         """Content without a pin is dropped.
 
@@ -93,9 +108,12 @@ cdef class KeptBook:
         """
         del self.unpinned[record.generation]
         del self.by_generation[record.generation]
-        del self.by_key[record.key]
         self.blocks -= record.blocks
         self.unpinned_blocks -= record.blocks
+        if self.by_key.get(record.key) is record:
+            del self.by_key[record.key]
+        if record.for_one:  # nobody could find it any more
+            return 0
         self.evictions += 1
         self.evictions_for_content += for_content
         self.evicted_nbytes += record.nbytes
@@ -133,8 +151,9 @@ cdef class KeptBook:
     def check(self) -> None:
         """Asserts the invariants."""
         records = list(self.by_generation.values())
-        assert sorted(self.by_key) == sorted([record.key for record in records])
-        assert all([self.by_key[record.key] is record for record in records])
+        there = [record for record in records if self.by_key.get(record.key) is record]
+        assert len(there) == len(self.by_key) and all([record.for_one for record in records if record not in there])
+        assert all([record.pins for record in records if record.for_one]), "a delivery stays, and nobody has it pinned"
         assert sorted(self.unpinned) == sorted([record.generation for record in records if not record.pins])
         assert self.blocks == sum([record.blocks for record in records]) <= self.max_blocks
         assert self.unpinned_blocks == sum([record.blocks for record in self.unpinned.values()])

@@ -59,6 +59,7 @@ __all__ = [
     "MAX_FINDS",
     "MAX_KEPT_PAYLOAD_NBYTES",
     "MAX_WAITS",
+    "MAX_WITHDRAWN",
     "Memory",
     "NotKept",
     "NotKeptReason",
@@ -72,6 +73,7 @@ __all__ = [
     "TensorRef",
     "Unpin",
     "Welcome",
+    "Withdraw",
     "WorkerMessage",
     "WorkerWelcome",
     "align",
@@ -106,6 +108,9 @@ MAX_KEPT_PAYLOAD_NBYTES = 4096
 MAX_FINDS = 64
 #: Keys that a client may wait for, beside these: as many as it may have requests in flight. Their answers have room, too.
 MAX_WAITS = 1024
+
+#: Names of deliveries that one message takes back: they fit the smallest record.
+MAX_WITHDRAWN = 64
 #: Tensors start on cache lines: a copy whose ends differ modulo 4096 by 1 to 15 bytes is many times slower.
 TENSOR_ALIGNMENT = 64
 #: The msgpack extension code that stands for a tensor in a payload.
@@ -286,12 +291,14 @@ class Goodbye(_Message, frozen=True, tag=8):
 class Find(_Message, frozen=True, tag=12):
     """Looks for kept content, and pins it if it is there: :class:`Found` or :class:`NotKept` with this token answers.
 
-    ``waits``: if it is not there, the answer comes when it is, or after a :class:`StopWaiting`.
+    ``waits``: if it is not there, the answer comes when it is, or after a :class:`StopWaiting`. ``for_one``: it looks for a
+    delivery of this name, and takes it.
     """
 
     token: Unsigned
     key: KeptKey
     waits: bool = False
+    for_one: bool = False
 
 
 class Keep(_Message, frozen=True, tag=13):
@@ -299,6 +306,9 @@ class Keep(_Message, frozen=True, tag=13):
 
     The slot is the engine's. It is :class:`Found` under its own generation if it is kept now. Otherwise it comes back with
     :class:`Release`, and what is found is another slot that is kept under this key already.
+
+    ``for_one``: it is a delivery of this name, for the first client that finds it so. It is not pinned for this client, and
+    replaces one that nobody has taken.
     """
 
     token: Unsigned
@@ -309,6 +319,13 @@ class Keep(_Message, frozen=True, tag=13):
     generation: Generation
     is_copied: bool
     payload: KeptPayload
+    for_one: bool = False
+
+
+class Withdraw(_Message, frozen=True, tag=17):
+    """Takes deliveries back that this client has made and nobody has taken: those of these names; without any, all of them."""
+
+    names: Annotated[tuple[KeptKey, ...], msgspec.Meta(max_length=MAX_WITHDRAWN)]
 
 
 class StopWaiting(_Message, frozen=True, tag=16):
@@ -492,7 +509,19 @@ class RankTaken(_Message, frozen=True, tag=122):
 
 
 FrontendMessage = (
-    Hello | Abort | LeaseRequest | LeaseReturn | ReplyRelease | ReplyRead | Call | Goodbye | Find | Keep | Unpin | StopWaiting
+    Hello
+    | Abort
+    | LeaseRequest
+    | LeaseReturn
+    | ReplyRelease
+    | ReplyRead
+    | Call
+    | Goodbye
+    | Find
+    | Keep
+    | Unpin
+    | StopWaiting
+    | Withdraw
 )
 WorkerMessage = Join | AnswerFailed | AnswerPart
 EngineMessage = (

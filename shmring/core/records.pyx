@@ -54,8 +54,9 @@ cdef class KeptRecord:
     cdef public uint64_t nbytes
     cdef public bint is_copied       # its tensors are in region 0, else in region 1
     cdef public bytes payload        # msgpack, as the wire has it
-    cdef public uint64_t pins        # pins of clients, and uses in requests
+    cdef public uint64_t pins        # pins of clients, and uses in requests; of a delivery without a taker, one of the engine
     cdef public uint64_t hits        # how often a client has found it
+    cdef public bint for_one         # it is a delivery
 
 
 @cython.final

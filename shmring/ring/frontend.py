@@ -50,6 +50,7 @@ from shmring.core.messages import (
     ReplyRelease,
     StopWaiting,
     Unpin,
+    Withdraw,
     decode_frontend_message,
 )
 from shmring.core.printable import printable
@@ -58,6 +59,7 @@ from shmring.gpu.device_claims import DeviceClaims
 from shmring.ring import limits
 from shmring.ring.life import RingLife
 from shmring.ring.moments import Moments
+from shmring.ring.untaken import Untaken
 from shmring.transport.endpoint import Peer
 from shmring.transport.link import Link
 from shmring.transport.liveness import ProcessWatch
@@ -84,6 +86,7 @@ class Frontend(BaseFrontend):
         calls: control calls that it may make, by name.
         device_claims: of the device slab: none or one.
         moments: that pass while it waits for a lease.
+        untaken: drops what it has delivered, if nobody takes that.
         carry_out: carries effects of the book out.
         lost: called when nothing more comes from it, with its id.
         client_id: in the book, which knows it already.
@@ -102,6 +105,7 @@ class Frontend(BaseFrontend):
         calls: Mapping[str, CallHandler],
         device_claims: tuple[DeviceClaims, ...],
         moments: Moments,
+        untaken: Untaken,
         carry_out: Callable[[list[EngineEffect]], None],
         lost: Callable[[int], None],
         client_id: int,
@@ -120,6 +124,7 @@ class Frontend(BaseFrontend):
         self._handlers = calls
         self._device_claims = device_claims
         self._moments = moments
+        self._untaken = untaken
         self._carry_out = carry_out
         self._lost = lost
         self._calls: set[asyncio.Task[None]] = set()
@@ -167,15 +172,19 @@ class Frontend(BaseFrontend):
                 carry_out(book.release_replies(client_id, generations))
             case ReplyRead(request_ids):
                 carry_out(book.replies_read(client_id, request_ids))
-            case Find(token, key, waits):
-                carry_out(book.find(client_id, token, key, waits))
+            case Find(token, key, waits, for_one):
+                carry_out(book.find(client_id, token, key, waits, for_one))
             case StopWaiting(tokens):
                 carry_out(book.stop_waiting(client_id, tokens))
             case Keep():
                 check_kept(message, config.max_tensors, config.max_values)
                 carry_out(book.keep(client_id, message))
+                if message.for_one:
+                    self._untaken.begin()
             case Unpin(generations):
                 carry_out(book.unpin(client_id, generations))
+            case Withdraw(names):
+                carry_out(book.withdraw(client_id, names))
             case Call():
                 self._call(message)
             case Goodbye():

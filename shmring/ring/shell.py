@@ -59,6 +59,7 @@ from shmring.ring.life import RingLife
 from shmring.ring.moments import Moments
 from shmring.ring.replies import Replies
 from shmring.ring.reserve import Reserved
+from shmring.ring.untaken import Untaken
 from shmring.ring.workers import Workers
 from shmring.statistics import RingStatistics, counts_of
 from shmring.transport.listener import Listener
@@ -100,6 +101,7 @@ class Shell:
         replies: that are on their way.
         workers: that have joined.
         uploads: copies of claims to GPUs.
+        untaken: deliveries that nobody takes.
         inspection: what the ring is doing, for people.
     """
 
@@ -156,9 +158,18 @@ class Shell:
         self.replies = Replies(life, end, geometry, slab, copier, self.carry_out)
         self.workers = Workers(life, end, slab, copier)
         self._moments = Moments(life, self._book, self.carry_out)
+        self.untaken = Untaken(life, self._book, self.carry_out)
         self.loop.add_reader(self._host_claims.regions.bell, self._collect_deaths)
         make_frontend = functools.partial(
-            Frontend, life, end, dict(calls), self._device_claims, self._moments, self.carry_out, self.client_lost
+            Frontend,
+            life,
+            end,
+            dict(calls),
+            self._device_claims,
+            self._moments,
+            self.untaken,
+            self.carry_out,
+            self.client_lost,
         )
         self._handshakes = Handshakes(
             life,
@@ -389,6 +400,7 @@ class Shell:
         self.end.is_open = False
         self.inspection.close()
         self._moments.close()
+        self.untaken.close()
         try:
             await self._handshakes.close()
         finally:
@@ -451,6 +463,9 @@ class Shell:
             kept_evicted_nbytes=book.kept.evicted_nbytes,
             kept_refusals=book.kept.refusals,
             kept_waits=sum(map(len, book.kept.waits.values())),
+            deliveries_untaken=len(book.untaken()),
+            deliveries_taken=book.kept.taken,
+            deliveries_withdrawn=book.kept.withdrawn,
             workers=self.workers.statistics(),
             gathers=fan_out.gathered,
             broadcasts_outstanding=fan_out.book.outstanding,

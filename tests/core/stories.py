@@ -87,9 +87,9 @@ class EngineTeller:
     request 5 with slots 1 and 2, in block 4 and from block 6 on. ``1 asks 3 there``: in device memory, whose leases are ``d0``,
     ``d1``, ...
     ``1 replies 2``: the engine sends client 1 a reply of two blocks, or, as 7, queues for it with ticket 7; for 5, as one to
-    request 5. ``writes``: it has not sent it yet. ``2 awaits a``: client 2 waits for content; ``the end
-    comes``: the engine drains. ``look``: all slots, and how many blocks are free, quarantined, kept, pinned, and free for
-    replies.
+    request 5. ``writes``: it has not sent it yet. ``2 awaits a``: client 2 waits for content; ``1 delivers 1@1 as a``,
+    ``2 takes a``, ``2 expects a``, ``1 recalls a``: of deliveries; ``a ages``: the engine drops one; ``the end comes``: the
+    engine drains. ``look``: all slots, and how many blocks are free, quarantined, kept, pinned, and free for replies.
     """
 
     def __init__(self, sizes: str, book_of: Callable[..., Any] = PairedEngineBook) -> None:
@@ -188,11 +188,17 @@ class EngineTeller:
                 effects = book.cancel_reply(client)  # a ticket
             case "first":
                 effects = book.let_overtake(rest[0] == "waits")
-            case "keeps":
-                effects = book.keep(client, keep_of(self.tokens, rest[-1].encode() * 32, self.slot(client, rest[0])))
-            case "finds" | "awaits":
-                effects = book.find(client, self.tokens, rest[0].encode() * 32, verb == "awaits")
+            case "keeps" | "delivers":
+                key, slot = rest[-1].encode() * 32, self.slot(client, rest[0])
+                effects = book.keep(client, keep_of(self.tokens, key, slot, for_one=verb == "delivers"))
+            case "finds" | "awaits" | "takes" | "expects":
+                key, waits, for_one = rest[0].encode() * 32, verb in ("awaits", "expects"), verb in ("takes", "expects")
+                effects = book.find(client, self.tokens, key, waits, for_one)
                 self.asked[client, rest[0]] = self.tokens
+            case "recalls":
+                effects = book.withdraw(client, [word.encode() * 32 for word in rest])
+            case "ages":
+                effects = book.drop_untaken([self.kept[who].generation])
             case "stops":
                 effects = book.stop_waiting(client, [self.asked[client, word] for word in rest])
             case "end":

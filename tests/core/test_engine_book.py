@@ -471,6 +471,99 @@ STORIES = {
         2 finds a -> 2 has a at 1+1
         2 stops b -> 2 has none: absent
         look -> 8 free, 1 kept, 1 pinned, 4 for replies""",
+    "a delivery goes to one taker, and is gone when that has left it": """
+        kept=8 clients=3; 1 delivers 1@1 as a -> 1 has a at 1+1
+        look -> 9 free, 1 kept, 1 pinned, 4 for replies
+        1 unpins a -> refused: which it does not have
+        2 finds a -> 2 has none: absent
+        2 takes a -> 2 has a at 1+1
+        3 takes a -> 3 has none: absent
+        look -> 9 free, 1 kept, 1 pinned, 4 for replies
+        2 submits 1 a ->
+        2 unpins a ->
+        look -> 2 has 0 published, 9 free, 1 kept, 1 pinned, 4 for replies
+        2 aborts 1 -> 2 aborted 1
+        look -> 10 free, 4 for replies""",
+    "who waits first for a delivery has it, and the others wait on": """
+        kept=8 clients=3; 2 expects a ->
+        3 expects a ->
+        3 awaits a ->
+        2 expects a -> refused: waits for content twice
+        1 delivers 1@1 as a -> 1 has a at 1+1, 2 has a at 1+1
+        1 asks 1 -> 1 gets 4 at 4+1
+        1 keeps 2@4 as a -> 1 has a at 4+1, 3 has a at 4+1
+        2 takes a -> 2 has none: absent""",
+    "the later of two deliveries stands, and the earlier one gives its memory back": """
+        kept=8; 1 connects 4 -> 1 gets 1 at 1+4
+        2 connects 1 -> 2 gets 2 at 5+1
+        1 delivers 1@1 as a -> 1 has a at 1+1
+        2 delivers 1@5 as a -> 2 has a at 5+1
+        look -> 8 free, 1 kept, 1 pinned, 4 for replies
+        1 takes a -> 1 has a at 5+1""",
+    "deliveries give way to no content, and where there is no room another one is not kept": """
+        kept=2; 1 connects 4 -> 1 gets 1 at 1+4
+        1 delivers 1@1 as a -> 1 has a at 1+1
+        1 delivers 2@2 as b -> 1 has b at 2+1
+        1 delivers 3@3 as c -> 1 released 3, 1 has none: full
+        1 keeps 4@3 as c -> 1 released 4, 1 has none: full
+        1 delivers 5@3 as b -> 1 has b at 3+1
+        1 delivers 6@4+3 as a -> refused: is not inside lease
+        1 takes a -> 1 has a at 1+1""",
+    "who has pinned as much as it may delivers, and leaves a delivery to the next": """
+        kept=8 clients=3 max_pins=1; 1 keeps 1@1 as b -> 1 has b at 1+1
+        2 finds b -> 2 has b at 1+1
+        2 expects a ->
+        3 expects a ->
+        1 asks 1 -> 1 gets 4 at 4+1
+        1 delivers 2@4 as a -> 1 has a at 4+1, 2 has none: pins, 3 has a at 4+1
+        2 takes a -> 2 has none: absent""",
+    "a delivery that no client may pin is too large": """
+        kept=8 pinned=2; 1 connects 4 -> 1 gets 1 at 1+4
+        1 delivers 1@1+3 as a -> 1 released 1, 1 has none: large
+        1 delivers 2@1+2 as a -> 1 has a at 1+2""",
+    "a delivery outlives its sender, and goes when it is taken back or too old": """
+        kept=8; 1 connects 4 -> 1 gets 1 at 1+4
+        2 connects 1 -> 2 gets 2 at 5+1
+        1 delivers 1@1 as a -> 1 has a at 1+1
+        1 delivers 2@2 as b -> 1 has b at 2+1
+        1 delivers 3@3 as c -> 1 has c at 3+1
+        2 recalls a ->
+        2 recalls ->
+        1 recalls a a d ->
+        look -> 8 free, 2 kept, 2 pinned, 4 for replies
+        1 dies -> 1 reclaimed 1, 1 gone
+        2 takes b -> 2 has b at 2+1
+        c ages ->
+        b ages ->
+        look -> 10 free, 1 kept, 1 pinned, 4 for replies""",
+    "without names, all that nobody has taken is taken back": """
+        kept=8; 1 connects 4 -> 1 gets 1 at 1+4
+        1 delivers 1@1 as a -> 1 has a at 1+1
+        1 delivers 2@2 as b -> 1 has b at 2+1
+        1 keeps 3@3 as c -> 1 has c at 3+1
+        1 takes a -> 1 has a at 1+1
+        1 recalls ->
+        look -> 9 free, 2 kept, 2 pinned, 4 for replies""",
+    "who waits for the memory of a delivery has it when that goes": """
+        leasable=4 kept=4; 1 connects 4 -> 1 gets 1 at 1+4
+        1 delivers 1@1+2 as a -> 1 has a at 1+2
+        2 connects 1 ->
+        2 asks 3 -> 1 recalled 1
+        1 returns 1 ->
+        1 recalls a -> 2 gets 2 at 1+3""",
+    "who has gone is given no delivery": """
+        kept=8 clients=3; 2 expects a ->
+        3 expects a ->
+        2 disconnects ->
+        1 delivers 1@1 as a -> 1 has a at 1+1, 3 has a at 1+1
+        3 dies -> 3 reclaimed 1, 3 gone
+        look -> 11 free, 1 quarantined, 4 for replies""",
+    "a book that drains takes no deliveries, and hands out what it has": """
+        kept=8 clients=2; 1 delivers 1@1 as a -> 1 has a at 1+1
+        1 asks 1 -> 1 gets 3 at 3+1
+        the end comes ->
+        1 delivers 2@3 as b -> 1 released 2, 1 has none: ends
+        2 takes a -> 2 has a at 1+1""",
     "content before a window stays": """
         leasable=3 kept=3; 3 is bare ->
         2 connects 2 -> 2 gets 2 at 1+2

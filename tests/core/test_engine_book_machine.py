@@ -270,6 +270,7 @@ class BookMachine(RuleBasedStateMachine):
         for client_id, client in list(self.clients.items()):
             for generation in list(client.unsent_replies):
                 self.book.discard_reply(client_id, generation)
+        self.book.drop_untaken([kept.generation for kept in self.book.untaken()])
         assert self.book.clients == {}
         for lending in self.book.lendings:
             assert [lending.leased_nbytes(state) for state in Lease] == [0, 0, 0]

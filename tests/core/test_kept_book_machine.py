@@ -82,14 +82,16 @@ class KeptBookMachine(BookMachine):
 
     @happens_to(lambda self: self.connected() if self.model.kept.by_key else [])
     def find(self, draw: Any, client: ClientRecord) -> None:
-        self.book.find(client.client_id, self.next_number(), draw(st.sampled_from([*self.model.kept.by_key] * 4 + KEYS)))
+        booked = draw(st.sampled_from([*self.model.kept.by_key] * 4 + KEYS))
+        self.book.find(client.client_id, self.next_number(), booked[:32], False, len(booked) > 32)
 
     @happens_to(BookMachine.connected)
     def wait(self, draw: Any, client: ClientRecord) -> None:
         """For what is not there, as a rule; now and then by the token of another question, or for a key once more."""
         tokens = [self.next_number()] * 4 + [*client.waits]
         keys = [key for key in KEYS if key not in client.waits.values()] * 2 + KEYS
-        self.happen("find", client.client_id, draw(st.sampled_from(tokens)), draw(st.sampled_from(keys)), True)
+        key, for_one = draw(st.sampled_from(keys)), draw(st.booleans())
+        self.happen("find", client.client_id, draw(st.sampled_from(tokens)), key, True, for_one)
 
     @happens_to(lambda self: [client for client in self.connected() if client.waits])
     def stop_waiting(self, draw: Any, client: ClientRecord) -> None:
@@ -101,15 +103,38 @@ class KeptBookMachine(BookMachine):
         slot = self.draw_slot(draw, client)
         if slot is not None:
             pinned = self.pins().keys()
-            waits = {key: {client for client, other in self.clients.items() if key in other.waits.values()} for key in KEYS}
-            key, is_copied = draw(st.sampled_from(KEYS)), draw(st.booleans())
-            to_keep = keep_of(self.next_number(), key, slot, is_copied)
+            booked = KEYS + [key + b"1" for key in KEYS]
+            waits = {key: {client for client, other in self.clients.items() if key in other.waits.values()} for key in booked}
+            key, is_copied, for_one = draw(st.sampled_from(KEYS)), draw(st.booleans()), draw(st.booleans())
+            to_keep = keep_of(self.next_number(), key, slot, is_copied, for_one)
             effects = self.book.keep(client.client_id, to_keep)
             assert pinned <= self.model.kept.by_generation.keys(), "what was pinned has gone"
             answers = [effect.answer for effect in effects if isinstance(effect, Answered)]
-            assert isinstance(answers[0], Found) or slot.generation not in self.model.kept.by_generation
-            told = {effect.client_id for effect in effects if isinstance(effect, Answered)}
-            assert told >= waits[key] or key not in self.model.kept.by_key, "content has come, and who waits is not told"
+            is_there = slot.generation in self.model.kept.by_generation
+            assert isinstance(answers[0], Found) or not is_there
+            told = {effect.client_id for effect in effects[1:] if isinstance(effect, Answered)}
+            if for_one:
+                takers = [answer for answer in answers[1:] if isinstance(answer, Found)]
+                assert len(takers) <= 1
+                assert not is_there or takers or told >= waits[key + b"1"], "a delivery lies there, and who waits is not told"
+            else:
+                assert told >= waits[key] - {client.client_id} or key not in self.model.kept.by_key, "who waits is not told"
+
+    @happens_to(lambda self: self.connected() if self.book.untaken() else [])
+    def withdraw(self, draw: Any, client: ClientRecord) -> None:
+        names = [kept.key[:32] for kept in self.model.untaken()] + KEYS[:2]
+        self.book.withdraw(client.client_id, draw(st.lists(st.sampled_from(names), max_size=3)))
+
+    @happens_to(lambda self: self.book.untaken())
+    def drop_untaken(self, draw: Any, kept: Any) -> None:
+        self.book.drop_untaken(
+            [kept.generation, *draw(st.lists(st.sampled_from([*self.model.kept.by_generation]), max_size=2))]
+        )
+
+    @happens_to(lambda self: ["it"] if self.model.kept.evictions > 3 and not self.model._is_draining else [])
+    def drain(self, draw: Any, _: str) -> None:
+        """Late, since nothing more is kept then."""
+        self.book.drain()
 
     @happens_to(lambda self: [client for client in self.connected() if client.pins])
     def unpin(self, draw: Any, client: ClientRecord) -> None:
@@ -147,7 +172,8 @@ class KeptBookMachine(BookMachine):
 
     @invariant()
     def what_is_pinned_stays(self) -> None:
-        assert {generation: kept.pins for generation, kept in self.model.kept.by_generation.items() if kept.pins} == self.pins()
+        pins = self.pins() + Counter(kept.generation for kept in self.book.untaken())
+        assert {generation: kept.pins for generation, kept in self.model.kept.by_generation.items() if kept.pins} == pins
 
     @invariant()
     def nobody_waits_for_what_is_there(self) -> None:

@@ -55,6 +55,7 @@ from shmring.core.messages import (
     TensorRef,
     Unpin,
     Welcome,
+    Withdraw,
     WorkerMessage,
     WorkerWelcome,
     align,
@@ -94,11 +95,12 @@ GOLDEN: dict[Any, str] = {
         pinned_generations=(0x33, 0x33),
     ): f"97 08 91 31 92 32 {LARGEST_HEX} c3 c2 92 33 33 c2",
     Goodbye(kept_lease_ids=(0x31,), maps_device_slab=True, lingers=True): "97 08 91 31 90 c3 c2 90 c3",
-    Find(token=0x31, key=KEY, waits=True): f"94 0c 31 c420 {KEY.hex()} c3",
+    Find(token=0x31, key=KEY, waits=True): f"95 0c 31 c420 {KEY.hex()} c3 c2",
     StopWaiting(tokens=(0x31, 0x32)): "92 10 92 31 32",
     Keep(
         token=0x31, key=KEY, lease_id=0x32, offset=0x33, nbytes=0x34, generation=LARGEST, is_copied=True, payload=b"\xc0"
-    ): f"99 0d 31 c420 {KEY.hex()} 32 33 34 {LARGEST_HEX} c3 c401c0",
+    ): f"9a 0d 31 c420 {KEY.hex()} 32 33 34 {LARGEST_HEX} c3 c401c0 c2",
+    Withdraw(names=(KEY, KEY)): f"92 11 92 c420 {KEY.hex()} c420 {KEY.hex()}",
     Unpin(generations=(0x31, 0x31)): "92 0e 92 31 31",
     Inspect(version=0x31): "92 09 31",
     Join(version=0x31, rank=0x32, name="tp"): "94 1f 31 32 a27470",

@@ -1,10 +1,9 @@
-"""Deliveries of a store: each goes to one taker, who is woken by it; the later of two stands; none is lost or stays."""
+"""Deliveries: each goes to one taker, who is woken by it; the later of two stands; none is lost or stays."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ import torch
 
 import shmring
 from shmring import Ring
-from shmring.client.deliveries import DELIVER, TAKE
-from shmring.client.deliveries import Deliveries as OfClient
-from shmring.engine.store.deliveries import _ALONE_S, _UNTAKEN_S, Deliveries
-from tests.tables import for_each
+from shmring.client.deliveries import Deliveries
+from shmring.ring.untaken import _ALONE_S, _UNTAKEN_S
+from tests.sessions import session_of
 from tests.waiting import cancel, eventually, turns
 
 SIZE = 50_000
@@ -32,37 +30,16 @@ def frame(number: int, size: int = SIZE) -> dict[str, Any]:
     return {"frame": torch.full((size,), number, dtype=torch.uint8)}
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def counts(ring: Ring) -> tuple[int, int, int, int]:
+    """What is untaken, was taken, was withdrawn, and how many wait."""
+    now = ring.statistics()
+    return now.deliveries_untaken, now.deliveries_taken, now.deliveries_withdrawn, now.kept_waits
 
 
 @pytest.fixture
-async def store(ring: Ring, clock: Clock) -> AsyncIterator[Deliveries]:
-    deliveries = Deliveries(clock)
-
-    async def answer() -> None:
-        async for claim in ring:
-            deliveries.answer(claim)
-
-    answering = asyncio.create_task(answer())
-    yield deliveries
-    clock.now_s += 2 * _UNTAKEN_S
-    deliveries.drop_old()
-    await cancel(answering)
-
-
-@pytest.fixture
-async def ends(store: Deliveries, connect: Any) -> list[OfClient]:
+async def ends(ring: Ring, connect: Any) -> list[Deliveries]:
     """Of a sender and two takers."""
-    return [OfClient(await connect()) for _ in range(3)]
+    return [Deliveries(await connect()) for _ in range(3)]
 
 
 async def taken(taking: Any) -> int:
@@ -72,196 +49,237 @@ async def taken(taking: Any) -> int:
             return int(kept.payload["frame"][-1])
 
 
-async def test_a_delivery_goes_to_one_taker_whether_it_came_before_or_after(
-    ring: Ring, store: Deliveries, ends: list[OfClient]
-) -> None:
+async def nothing_is_left(ring: Ring) -> None:
+    await eventually(lambda: (ring.statistics().kept, ring.statistics().kept_waits) == (0, 0))
+    ring._shell._book.check()
+
+
+async def test_a_delivery_goes_to_one_taker_whether_it_came_before_or_after(ring: Ring, ends: list[Deliveries]) -> None:
     sender, first, second = ends
     await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)
-    assert list(sender.untaken) == [name("a")]
+    assert counts(ring) == (1, 0, 0, 0)
     assert await taken(first.take(name("a"))) == 1
-    await eventually(lambda: not sender.untaken)
     absent: list[str] = []
     waiting = [
         asyncio.create_task(taken(taker.take(name("a"), absent=lambda text=text: absent.append(text))))
         for taker, text in ((first, "first"), (second, "second"))
     ]
-    await eventually(lambda: len(absent) == 2)
-    assert store.describe() == {"untaken": 0, "untaken_nbytes": 0, "waiting": 2, "taken": 1, "withdrawn": 0, "dropped": 0}
+    await eventually(lambda: counts(ring) == (0, 1, 0, 2))
+    assert sorted(absent) == ["first", "second"]
     await sender.deliver(name("a"), frame(2), timeout=LIMIT_S)
     await sender.deliver(name("b"), frame(3), timeout=LIMIT_S)
     assert await waiting[0] == 2, "who has asked first gets it"
-    assert not waiting[1].done(), "what is taken is not there any more, although its content may be kept for a while"
+    assert not waiting[1].done(), "what is taken is not there any more"
     await sender.deliver(name("a"), frame(4), timeout=LIMIT_S)
     assert await waiting[1] == 4
-    assert await taken(second.take(name("b"))) == 3
-    await eventually(lambda: not sender.untaken)
-    await eventually(lambda: ring.statistics().kept_pinned == 0)
+    assert await taken(second.take(name("b"), absent=lambda: absent.append("never"))) == 3
+    assert absent[2:] == []
+    await nothing_is_left(ring)
 
 
-async def test_a_small_delivery_comes_in_the_answer(ring: Ring, store: Deliveries, ends: list[OfClient]) -> None:
-    sender, first, second = ends
-    for number, size in enumerate((1, 100, 2000, 20_000), 1):
-        await sender.deliver(
-            name("a"), {"frame": torch.full((size + 1,), number, dtype=torch.uint8)}, timeout=LIMIT_S, small=True
-        )
-        assert await taken(first.take(name("a"))) == number
-    waiting = [asyncio.create_task(taken(taker.take(name("a")))) for taker in (first, second)]
-    await eventually(lambda: store.describe()["waiting"] == 2)
-    for number in (5, 6):
-        await sender.deliver(name("a"), frame(number, 3000), timeout=LIMIT_S, small=True)
-    assert [await each for each in waiting] == [5, 6]
-    await sender.deliver(name("b"), {"nothing": "but text"}, timeout=LIMIT_S, small=True)
-    with await first.take(name("b")) as came:
-        assert came.payload == {"nothing": "but text"}
-    assert (store.describe()["taken"], ring.statistics().kept) == (7, 0)
-    await eventually(lambda: not sender.untaken)
-    await eventually(lambda: sender._client.statistics().slots_submitted == 0)
+async def test_of_two_callers_of_one_client_one_has_it_and_the_other_the_next(ring: Ring, ends: list[Deliveries]) -> None:
+    sender, taker, _ = ends
+    waiting = [asyncio.create_task(taken(taker.take(name("a")))) for _ in range(2)]
+    await eventually(lambda: counts(ring)[3] == 1)
+    for number in (1, 2):
+        await sender.deliver(name("a"), frame(number), timeout=LIMIT_S)
+        assert await waiting[number - 1] == number
+    await nothing_is_left(ring)
 
 
-@pytest.mark.ring(reply_nbytes="64KiB")
-async def test_many_small_ones_at_once_wait_for_room_in_the_answers(store: Deliveries, ends: list[OfClient]) -> None:
-    sender, *takers = ends
-    names = [name(str(number)) for number in range(12)]
-    waiting = [asyncio.create_task(taken(takers[place % 2].take(each))) for place, each in enumerate(names)]
-    await eventually(lambda: store.describe()["waiting"] == len(names))
-    await asyncio.gather(
-        *(sender.deliver(each, frame(place, 30_000), timeout=LIMIT_S, small=True) for place, each in enumerate(names))
-    )
-    assert [await each for each in waiting] == list(range(len(names)))
+async def test_content_under_a_key_that_equals_the_name_is_another_one(ring: Ring, ends: list[Deliveries]) -> None:
+    sender, taker, _ = ends
+    waiting = asyncio.create_task(taken(taker.take(name("a"))))
+    await eventually(lambda: counts(ring)[3] == 1)
+    with await sender._client.keep(name("a"), frame(1)):
+        await sender.deliver(name("a"), frame(2), timeout=LIMIT_S)
+        assert await waiting == 2
+        found = await taker._client.find(name("a"))
+        assert found is not None
+        with found:
+            assert int(found.payload["frame"][-1]) == 1
 
 
-@pytest.mark.ring(reply_nbytes="64KiB")
-async def test_a_taker_that_goes_before_there_was_room_for_its_answer_leaves_it_to_others(
-    store: Deliveries, ends: list[OfClient]
-) -> None:
-    sender, first, second = ends
-
-    async def deliver(text: str, number: int, size: int = 50_000) -> None:
-        await sender.deliver(name(text), frame(number, size), timeout=LIMIT_S, small=True)
-
-    await deliver("room", 1, 20_000)
-    held = await first.take(name("room"))
-    for later in (None, 3):
-        waiting = asyncio.create_task(first.take(name("a")))
-        await eventually(lambda: store.describe()["waiting"] == 1)
-        await deliver("a", 2)
-        assert (store.describe()["untaken"], store.describe()["waiting"]) == (0, 0), "it is to be sent when there is room"
-        if later:
-            await deliver("a", later)
-        await cancel(waiting)
-        await eventually(lambda: not store._answering)
-        assert store.describe()["untaken"] == 1
-        if later:
-            held.close()
-            assert await taken(second.take(name("a"))) == later
-        else:
-            await sender.withdraw(name("a"))
-    await eventually(lambda: not sender.untaken)
-
-
-@pytest.mark.ring(reply_nbytes="64KiB")
-async def test_one_that_no_answer_can_have_is_an_error_of_both_sides_alone(
-    store: Deliveries, ends: list[OfClient], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("given", [True, False], ids=["in its slot", "copied"])
+async def test_a_slot_that_something_is_delivered_from_is_left_and_nothing_else(
+    ring: Ring, ends: list[Deliveries], given: bool
 ) -> None:
     sender, taker, _ = ends
-    await sender.deliver(name("a"), frame(1, 100_000), timeout=LIMIT_S, small=True)
-    with pytest.raises(shmring.RemoteError, match="CapacityError"):
-        await taken(taker.take(name("a")))
-    await eventually(lambda: not sender.untaken)
-    await sender.deliver(name("b"), frame(2), timeout=LIMIT_S)
-    assert "what was delivered was dropped: CapacityError" in caplog.text
-    assert await taken(taker.take(name("b"))) == 2
+    client = sender._client
+    for number in range(1, 4):
+        slot = await client.slot(SIZE)
+        view = slot.tensor((SIZE,), torch.uint8)
+        view.fill_(number)
+        address = view.data_ptr() - session_of(client).kept._slab.mapping.address
+        await sender.deliver(name("a"), {"frame": view}, timeout=LIMIT_S, slot=slot if given else None)
+        if given:
+            with pytest.raises(shmring.ClosedError):
+                slot.tensor((1,), torch.uint8)
+        with await taker.take(name("a")) as kept:
+            came = kept.payload["frame"]
+            assert int(came.sum()) == SIZE * number
+            assert (came.data_ptr() - session_of(taker._client).kept._slab.mapping.address == address) is given
+        del came, view
+        slot.close()
+    await nothing_is_left(ring)
+    assert client.statistics().slots_in_use == 0
+    session_of(client).host_slots.book.check()
 
 
-async def test_a_slot_that_something_is_delivered_from_is_left(ring: Ring, store: Deliveries, ends: list[OfClient]) -> None:
-    sender, taker, _ = ends
-    for number, small in enumerate((True, False), 1):
+async def test_a_process_takes_what_it_has_delivered(ring: Ring, ends: list[Deliveries]) -> None:
+    """Both answers come in one turn; the slot is the sender's no more when it is its own as a taker."""
+    sender, *_ = ends
+    for number in range(1, 4):
+        waiting = asyncio.create_task(taken(sender.take(name("a"))))
+        await eventually(lambda: counts(ring)[3] == 1)
         slot = await sender._client.slot(SIZE)
         view = slot.tensor((SIZE,), torch.uint8)
         view.fill_(number)
-        await sender.deliver(name("a"), {"frame": view}, timeout=LIMIT_S, small=small, slot=slot)
-        with pytest.raises(shmring.ClosedError):
-            slot.tensor((1,), torch.uint8)
-        assert await taken(taker.take(name("a"))) == number
-    await eventually(lambda: ring.statistics().kept_pinned == 0)
-    await eventually(lambda: sender._client.statistics().slots_submitted == 0)
+        await sender.deliver(name("a"), {"frame": view}, timeout=LIMIT_S, slot=slot)
+        assert await waiting == number
+    await nothing_is_left(ring)
 
 
-async def test_the_later_of_two_with_one_name_stands(store: Deliveries, ends: list[OfClient]) -> None:
+async def test_views_of_a_slot_that_drains_outlive_its_delivery(ring: Ring, ends: list[Deliveries]) -> None:
+    sender, taker, _ = ends
+    slot = await sender._client.slot(SIZE, drain=True)
+    view = slot.tensor((SIZE,), torch.uint8)
+    view.fill_(1)
+    await sender.deliver(name("a"), {"frame": view}, timeout=LIMIT_S, slot=slot)
+    assert await taken(taker.take(name("a"))) == 1
+    await nothing_is_left(ring)
+    del view
+    await sender.deliver(name("a"), frame(2), timeout=LIMIT_S)
+    assert await taken(taker.take(name("a"))) == 2
+    assert sender._client.connected
+
+
+async def test_the_later_of_two_with_one_name_stands(ring: Ring, ends: list[Deliveries]) -> None:
     sender, other, taker = ends
     await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)
     await other.deliver(name("a"), frame(2), timeout=LIMIT_S)
-    await eventually(lambda: not sender.untaken)
     await other.deliver(name("a"), frame(3), timeout=LIMIT_S)
-    assert list(other.untaken) == [name("a")]
+    assert counts(ring)[0] == 1
     assert await taken(taker.take(name("a"))) == 3
-    await eventually(lambda: not other.untaken)
+    await nothing_is_left(ring)
 
 
-async def test_what_was_not_taken_can_be_withdrawn_by_its_sender_alone(store: Deliveries, ends: list[OfClient]) -> None:
+async def test_what_was_not_taken_can_be_withdrawn_by_its_sender_alone(ring: Ring, ends: list[Deliveries]) -> None:
     sender, other, taker = ends
-    for text in ("a", "b"):
+    for text in ("a", "b", "c"):
         await sender.deliver(name(text), frame(1), timeout=LIMIT_S)
     assert await taken(taker.take(name("b"))) == 1
-    await other._withdraw([name("a")])
-    await eventually(lambda: list(sender.untaken) == [name("a")])
-    await sender.withdraw(name("a"), name("b"), name("c"))
-    assert store.describe() == {"untaken": 0, "untaken_nbytes": 0, "waiting": 0, "taken": 1, "withdrawn": 1, "dropped": 0}
-    await eventually(lambda: not sender.untaken)
+    await other.withdraw(name("a"))
+    await other.withdraw()
+    await sender.withdraw(name("a"), name("b"), name("d"))
+    await eventually(lambda: counts(ring) == (1, 1, 1, 0))
+    await sender.withdraw()
+    await eventually(lambda: counts(ring) == (0, 1, 2, 0))
+    for number in range(100):  # more than one message may name
+        await sender.deliver(name(str(number)), frame(1, 100), timeout=LIMIT_S)
+    await sender.withdraw(*(name(str(number)) for number in range(100)))
+    await eventually(lambda: counts(ring) == (0, 1, 102, 0))
+    await nothing_is_left(ring)
 
 
-async def test_who_waits_no_more_is_not_in_line(store: Deliveries, ends: list[OfClient]) -> None:
+async def test_who_waits_no_more_is_not_in_line(ring: Ring, ends: list[Deliveries]) -> None:
     sender, first, second = ends
     waiting = [asyncio.create_task(taken(taker.take(name("a")))) for taker in (first, second)]
-    await eventually(lambda: store.describe()["waiting"] == 2)
+    await eventually(lambda: counts(ring)[3] == 2)
     await cancel(waiting[0])
-    await eventually(lambda: store.describe()["waiting"] == 1)
+    await eventually(lambda: counts(ring)[3] == 1)
     await sender.deliver(name("a"), frame(5), timeout=LIMIT_S)
     assert await waiting[1] == 5
 
 
+@pytest.mark.parametrize("turns_before", range(10))
+async def test_cancelling_at_any_moment_leaves_nothing(ring: Ring, ends: list[Deliveries], turns_before: int) -> None:
+    sender, taker, _ = ends
+    for attempt in (taker.take(name("a")), sender.deliver(name("a"), frame(1), timeout=LIMIT_S), taker.take(name("a"))):
+        task = asyncio.create_task(attempt)
+        await turns(turns_before)
+        task.cancel()
+        result = (await asyncio.gather(task, return_exceptions=True))[0]
+        if isinstance(result, shmring.Kept):
+            result.close()
+    await sender.withdraw()
+    await nothing_is_left(ring)
+    assert sender._client.statistics().slots_in_use == 0
+    session_of(sender._client).host_slots.book.check()
+
+
 async def test_what_the_dead_have_delivered_can_be_taken_for_a_while(
-    ring: Ring, store: Deliveries, ends: list[OfClient], connect: Any, clock: Clock
+    ring: Ring, ends: list[Deliveries], connect: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, _, taker = ends
     dying = await connect()
-    sender = OfClient(dying)
+    sender = Deliveries(dying)
     for text in ("a", "b"):
         await sender.deliver(name(text), frame(6), timeout=LIMIT_S)
     ring._shell._frontends[dying.client_id].died()
     await turns()
-    clock.now_s = _ALONE_S - 1
-    store.drop_old()
+    untaken = ring._shell.untaken
+    untaken.drop_old(0.0)
+    untaken.drop_old(_ALONE_S - 1)
     assert await taken(taker.take(name("a"))) == 6
-    clock.now_s = 3 * _ALONE_S
-    store.drop_old()
-    assert (store.describe()["untaken"], store.describe()["dropped"]) == (0, 1)
+    assert counts(ring)[0] == 1
+    untaken.drop_old(_ALONE_S)
+    assert "that nobody has taken in time were dropped: 1" in caplog.text
+    await nothing_is_left(ring)
 
 
 async def test_what_nobody_takes_is_dropped_in_the_end(
-    store: Deliveries, ends: list[OfClient], clock: Clock, caplog: pytest.LogCaptureFixture
+    ring: Ring, ends: list[Deliveries], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("shmring.ring.untaken._LOOK_S", 0.0)
     sender, *_ = ends
+    untaken = ring._shell.untaken
     await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)
-    clock.now_s = _UNTAKEN_S - 1
-    store.drop_old()
-    assert store.describe()["untaken_nbytes"] == SIZE
-    clock.now_s = _UNTAKEN_S
-    store.drop_old()
-    await eventually(lambda: not sender.untaken)
-    await sender.deliver(name("b"), frame(1), timeout=LIMIT_S)  # it looks what became of the one before
-    assert "what was delivered was dropped: " in caplog.text
-    assert f"nobody has taken these {SIZE} bytes in time" in caplog.text
+    await eventually(lambda: bool(untaken._since_s))
+    began_s = min(untaken._since_s.values())
+    untaken.drop_old(began_s + _UNTAKEN_S - 1)
+    assert counts(ring)[0] == 1
+    untaken.drop_old(began_s + _UNTAKEN_S)
+    await nothing_is_left(ring)
+    await eventually(lambda: untaken._timer is None)
+
+
+async def test_what_is_delivered_is_looked_at_until_it_has_gone(
+    ring: Ring, ends: list[Deliveries], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.ring.untaken._LOOK_S", 0.0)
+    looks: list[float] = []
+    untaken = ring._shell.untaken
+    drop_old = untaken.drop_old
+    monkeypatch.setattr(untaken, "drop_old", lambda now_s: (looks.append(now_s), drop_old(now_s)))
+    sender, taker, _ = ends
+    await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)
+    await eventually(lambda: len(looks) > 2)
+    assert await taken(taker.take(name("a"))) == 1
+    await eventually(lambda: untaken._timer is None)
+
+
+async def test_what_was_delivered_is_sent_from_there_no_more(ring: Ring, ends: list[Deliveries]) -> None:
+    """A sender that still has its tensor sends a copy of what is there: its taker's content is no slot of its own."""
+    sender, taker, _ = ends
+    slot = await sender._client.slot(SIZE)
+    view = slot.tensor((SIZE,), torch.uint8)
+    view.fill_(7)
+    packed = session_of(sender._client).end.pack({"frame": view})
+    record = packed.slots[0]
+    await sender.deliver(name("a"), {"frame": view}, timeout=LIMIT_S, slot=slot)
+    assert not record.is_submittable()
+    assert await taken(taker.take(name("a"))) == 7
+    del view, packed, record
 
 
 @pytest.mark.ring(kept_nbytes="256KiB")
-async def test_who_delivers_waits_for_room_and_no_longer_than_it_may(store: Deliveries, ends: list[OfClient]) -> None:
+async def test_who_delivers_waits_for_room_and_no_longer_than_it_may(ring: Ring, ends: list[Deliveries]) -> None:
     sender, other, taker = ends
     for number in range(4):
         await sender.deliver(name(str(number)), frame(number, 60_000), timeout=LIMIT_S)
     with pytest.raises(TimeoutError):
         await other.deliver(name("a"), frame(9, 60_000), timeout=0.1)
-    assert not other.untaken
     delivering = asyncio.create_task(other.deliver(name("a"), frame(9, 60_000), timeout=LIMIT_S))
     await turns()
     assert not delivering.done()
@@ -270,9 +288,26 @@ async def test_who_delivers_waits_for_room_and_no_longer_than_it_may(store: Deli
     assert await taken(taker.take(name("a"))) == 9
     with pytest.raises(shmring.CapacityError):
         await sender.deliver(name("large"), frame(1, 300_000), timeout=LIMIT_S)
+    await sender.withdraw()
+    await nothing_is_left(ring)
+    assert sender._client.statistics().slots_in_use == 0
 
 
-async def test_views_that_a_taker_has_are_not_overwritten(ring: Ring, store: Deliveries, ends: list[OfClient]) -> None:
+@pytest.mark.ring(client_pinned_nbytes="64KiB")
+async def test_a_taker_that_uses_as_much_as_it_may_waits_for_its_own_views(ring: Ring, ends: list[Deliveries]) -> None:
+    sender, taker, _ = ends
+    for number in (1, 2):
+        await sender.deliver(name(str(number)), frame(number), timeout=LIMIT_S)
+    held = await taker.take(name("1"))
+    waiting = asyncio.create_task(taken(taker.take(name("2"))))
+    await eventually(lambda: ring.statistics().kept_refusals > 0)
+    assert not waiting.done()
+    held.close()
+    assert await waiting == 2
+    await nothing_is_left(ring)
+
+
+async def test_views_that_a_taker_has_are_not_overwritten(ring: Ring, ends: list[Deliveries]) -> None:
     sender, taker, _ = ends
     views = []
     for number in range(1, 4):
@@ -284,40 +319,15 @@ async def test_views_that_a_taker_has_are_not_overwritten(ring: Ring, store: Del
         assert await taken(taker.take(name("b"))) == 100, number
     assert [int(view.sum()) for view in views] == [SIZE, 2 * SIZE, 3 * SIZE]
     views.clear()
-    await eventually(lambda: ring.statistics().kept_pinned == 0)
+    await nothing_is_left(ring)
 
 
-@for_each(
-    "payload",
-    [
-        {"x": torch.ones(10)},
-        [TAKE, b"short", True],
-        [TAKE, "text", True],
-        [TAKE, bytes(32)],
-        [DELIVER, bytes(32), bytes(31), torch.ones(10)],
-        [DELIVER, bytes(31), b"", torch.ones(10)],
-        ["another word", bytes(32)],
-        [],
-        7,
-    ],
-)
-async def test_other_requests_end_at_once(store: Deliveries, ends: list[OfClient], payload: Any) -> None:
-    with pytest.raises(shmring.RemoteError, match="answers no requests"):
-        await ends[0]._client.request(payload, timeout=LIMIT_S)
-
-
-async def test_a_sender_that_names_what_it_has_not_kept_is_its_takers_error(store: Deliveries, ends: list[OfClient]) -> None:
+async def test_who_delivers_or_waits_hears_of_the_engines_end(ring: Ring, ends: list[Deliveries]) -> None:
     sender, taker, _ = ends
-    lying = await sender._client.submit([DELIVER, name("a"), bytes(32), torch.ones(1000)])
-    with pytest.raises(shmring.RemoteProtocolError, match="a key that it had not kept"):
-        await taken(taker.take(name("a")))
-    await lying.wait()
-
-
-async def test_an_engine_that_hands_nothing_out_says_so(serve: Any, connect: Any) -> None:
-    async def refuse(claim: shmring.Claim[Any]) -> None:
-        claim.fail(NotImplementedError("no such requests here"))
-
-    await serve(refuse)
-    with pytest.raises(shmring.RemoteError, match="no such requests here"):
-        await OfClient(await connect()).check()
+    waiting = asyncio.create_task(taken(taker.take(name("a"))))
+    await eventually(lambda: counts(ring)[3] == 1)
+    await ring.close()
+    with pytest.raises(shmring.EngineDeadError):
+        await waiting
+    with pytest.raises(shmring.EngineDeadError):
+        await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)

@@ -66,6 +66,7 @@ from shmring.core.messages import (
     SlotRef,
     StopWaiting,
     Unpin,
+    Withdraw,
     decode_engine_message,
     decode_frontend_message,
     decode_worker_message,
@@ -305,8 +306,10 @@ class _Engine:
                 self.carry_out(self.book.release_replies(client_id, generations))
             case ReplyRead(request_ids):
                 self.carry_out(self.book.replies_read(client_id, request_ids))
-            case Find(token, key, waits):
-                self.carry_out(self.book.find(client_id, token, key, waits))
+            case Find(token, key, waits, for_one):
+                self.carry_out(self.book.find(client_id, token, key, waits, for_one))
+            case Withdraw(names):
+                self.carry_out(self.book.withdraw(client_id, names))
             case StopWaiting(tokens):
                 self.carry_out(self.book.stop_waiting(client_id, tokens))
             case Keep() as content:
@@ -418,6 +421,7 @@ def books(data: bytes) -> None:
     assert not engine.end.waiting_count
     assert not engine.end.running_count
     assert not book.clients
+    engine.carry_out(book.drop_untaken([delivery.generation for delivery in book.untaken()]))
     kept = book.kept.blocks * BLOCK_NBYTES
     assert book.kept.unpinned_blocks == book.kept.blocks
     assert book.host.free_nbytes + kept == _GEOMETRY.leasable_blocks * BLOCK_NBYTES
@@ -934,6 +938,9 @@ _KEPT_MESSAGES = (
     StopWaiting((5,)),
     Keep(4, _KEY, 1, BLOCK_NBYTES, 100, _KEPT_GENERATION + 1, False, b"\xc0"),
     Unpin((_KEPT_GENERATION, _KEPT_GENERATION)),
+    Find(6, _KEY, waits=True, for_one=True),
+    Keep(7, _KEY, 1, 2 * BLOCK_NBYTES, 100, _KEPT_GENERATION + 2, False, b"\xc0", for_one=True),
+    Withdraw((_KEY,)),
 )
 
 

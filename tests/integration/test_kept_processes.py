@@ -14,6 +14,7 @@ import torch
 import shmring
 from shmring.core.messages import (
     MAX_WAITS,
+    MAX_WITHDRAWN,
     Find,
     Found,
     Goodbye,
@@ -24,6 +25,7 @@ from shmring.core.messages import (
     SlotRef,
     StopWaiting,
     Unpin,
+    Withdraw,
 )
 from tests.integration.test_forged import Forger
 from tests.integration.test_process_death import statistics, until
@@ -136,9 +138,17 @@ KEY = bytes(range(32))
 PAYLOAD = b"\xc0"  # nil
 
 
-def keep(forger: Forger, *, key: bytes = KEY, payload: bytes = PAYLOAD, number: int = 1, **changed: int) -> Keep:
+def keep(
+    forger: Forger,
+    *,
+    key: bytes = KEY,
+    payload: bytes = PAYLOAD,
+    number: int = 1,
+    for_one: bool = False,
+    **changed: int,
+) -> Keep:
     slot = forger.slot(number=number, **changed)
-    return Keep(number, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, False, payload)
+    return Keep(number, key, slot.lease_id, slot.offset, slot.nbytes, slot.generation, False, payload, for_one)
 
 
 def kept(forger: Forger, number: int, **changed: int) -> SlotRef:
@@ -181,6 +191,14 @@ FORGERIES: dict[str, tuple[Callable[[Forger, SlotRef], list[Any]], str]] = {
         lambda f, other: [Find(number, number.to_bytes(32, "big"), True) for number in range(1, MAX_WAITS + 2)],
         "waits for more than 1024 keys",
     ),
+    "a delivery, once more": (lambda f, other: [keep(f, for_one=True), keep(f, for_one=True)], "not a new one"),
+    "a pin of what it has delivered": (lambda f, other: [keep(f, for_one=True), Unpin((f.generation(),))], "does not have"),
+    "what it has delivered": (lambda f, other: [keep(f, for_one=True), f.submit(kept(f, 1))], "has not pinned"),
+    "a delivery that it waits for, again": (
+        lambda f, other: [Find(1, KEY, True, True), Find(2, KEY, True, True)],
+        "waits for content twice",
+    ),
+    "more names than one message takes back": (lambda f, other: [Withdraw((KEY,) * (MAX_WITHDRAWN + 1))], "length <= 64"),
     "a short key": (lambda f, other: [keep(f, key=b"short")], "length >= 32"),
     "a long payload": (lambda f, other: [keep(f, payload=b"\xc5\x13\x88" + bytes(5000))], "length <= 4096"),
 }

@@ -67,6 +67,15 @@ _FIRST_USE = 1 << 63
 _UNREAD_REPLIES = 2
 
 
+def _booked(key: bytes, for_one: bool) -> bytes:
+    """The key that the book has: the name of a delivery is none of content for all."""
+    return key + b"1" if for_one else key
+
+
+def _found(token: int, kept: KeptRecord) -> Found:
+    return Found(token, kept.generation, kept.start * BLOCK_NBYTES, kept.nbytes, kept.is_copied, kept.payload)
+
+
 class EngineBook:
     """The engine's book. Every method is one event; the returned effects are the caller's next duty, in order."""
 
@@ -386,7 +395,7 @@ class EngineBook:
 
     # -- what is kept ------------------------------------------------------------------------------------------------
 
-    def find(self, client_id: int, token: int, key: bytes, waits: bool = False) -> list[EngineEffect]:
+    def find(self, client_id: int, token: int, key: bytes, waits: bool = False, for_one: bool = False) -> list[EngineEffect]:
         """A client looks for kept content: if it is there, it is pinned once more for the client. If it is not, the answer
         says so; or, if the client waits, it comes with the content or when the client stops waiting.
 
@@ -394,6 +403,7 @@ class EngineBook:
             RemoteProtocolError: it waits for this key already, or for as many as it may, or by this token. Nothing was changed.
         """
         client = self._connected(client_id)
+        key = _booked(key, for_one)
         kept = self.kept.by_key.get(key)
         if kept is not None:
             return [Answered(client_id, self._answer_to(client, token, kept))]
@@ -423,7 +433,10 @@ class EngineBook:
             return NotKept(token, "pins")
         self.kept.hits += 1
         kept.hits += 1
-        return self._pinned(client, token, kept)
+        found = self._pinned(client, token, kept)
+        if kept.for_one:
+            self.kept.take(kept)
+        return found
 
     def _may_pin(self, client: ClientRecord, kept: KeptRecord | None, blocks: int) -> bool:
         """Whether a client may pin content of so many blocks once more; None: it is not kept yet."""
@@ -448,8 +461,12 @@ class EngineBook:
             raise RemoteProtocolError("what is kept is in host memory")
         client.last_generation = content.generation
         lease.new_moments = 0
-        there = self.kept.by_key.get(content.key)
-        reason = self._why_not_kept(client, record, there)
+        key = _booked(content.key, content.for_one)
+        there = self.kept.by_key.get(key)
+        if there is not None and content.for_one:
+            self._unpin(there)
+            there = None
+        reason = self._why_not_kept(client, record, there, content.for_one)
         if reason is not None or there is not None:
             self._give_back(record)
             if there is not None and reason is None:
@@ -458,27 +475,58 @@ class EngineBook:
                 assert reason is not None
                 self.kept.refusals += 1
                 answer = NotKept(content.token, reason)
-            return [Released(client_id, (content.generation,)), Answered(client_id, answer)]
+            return [Released(client_id, (content.generation,)), Answered(client_id, answer), *self._served()]
         while self.kept.blocks + record.blocks > self.kept.max_blocks or len(self.kept.by_key) >= self.kept.max_kept:
             self.host.evict(next(iter(self.kept.unpinned.values())), for_content=True)
         kept = KeptRecord(
-            *(content.generation, content.key, record.start, record.blocks, content.nbytes, content.is_copied, content.payload)
+            *(content.generation, key, record.start, record.blocks, content.nbytes, content.is_copied, content.payload),
+            for_one=content.for_one,
         )
         self.host.carve(lease, kept)
         self.kept.add(kept)
-        effects: list[EngineEffect] = [Answered(client_id, self._pinned(client, content.token, kept))]
-        for waiting_id, token in list(self.kept.waits.get(kept.key, {}).items()):
-            waiting = self.clients[waiting_id]
-            self.kept.end_wait(waiting, token)
-            effects.append(Answered(waiting_id, self._answer_to(waiting, token, kept)))
+        if content.for_one:
+            self.kept.pin(kept)  # until it has a taker
+            effects: list[EngineEffect] = [Answered(client_id, _found(content.token, kept))]
+        else:
+            effects = [Answered(client_id, self._pinned(client, content.token, kept))]
+        for waiting_id, token in list(self.kept.waits.get(key, {}).items()):
+            if self.kept.by_key.get(key) is kept:
+                waiting = self.clients[waiting_id]
+                self.kept.end_wait(waiting, token)
+                effects.append(Answered(waiting_id, self._answer_to(waiting, token, kept)))
+        self._owes_service = False
         return effects + self.host.serve()
 
-    def _why_not_kept(self, client: ClientRecord, slot: EngineSlotRecord, there: KeptRecord | None) -> NotKeptReason | None:
+    def withdraw(self, client_id: int, names: Sequence[bytes]) -> list[EngineEffect]:
+        """A client takes its deliveries back that nobody has taken: those of these names, or without names all of them."""
+        self._connected(client_id)
+        own = [kept for kept in self.untaken() if kept.generation >> GENERATION_BITS == client_id]
+        booked = [_booked(name, True) for name in names]
+        for kept in own:
+            if not names or kept.key in booked:
+                self._unpin(kept)
+                self.kept.withdrawn += 1
+        return self._served()
+
+    def untaken(self) -> list[KeptRecord]:
+        """The deliveries that have no taker."""
+        return [kept for kept in self.kept.by_key.values() if kept.for_one]
+
+    def drop_untaken(self, generations: Collection[int]) -> list[EngineEffect]:
+        """The engine drops deliveries that nobody has taken for long."""
+        for kept in self.untaken():
+            if kept.generation in generations:
+                self._unpin(kept)
+        return self._served()
+
+    def _why_not_kept(
+        self, client: ClientRecord, slot: EngineSlotRecord, there: KeptRecord | None, for_one: bool
+    ) -> NotKeptReason | None:
         if self._is_draining:
             return "ends"
         if there is None and (slot.blocks > self.kept.max_blocks or slot.blocks > self.limits.pinned_blocks):
             return "large"
-        if not self._may_pin(client, there, slot.blocks if there is None else there.blocks):
+        if not for_one and not self._may_pin(client, there, slot.blocks if there is None else there.blocks):
             return "pins"
         if there is not None:
             return None
@@ -492,7 +540,7 @@ class EngineBook:
         client.pins[kept.generation] = client.pins.get(kept.generation, 0) + 1
         if client.pins[kept.generation] == 1:
             self.kept.pin(kept)
-        return Found(token, kept.generation, kept.start * BLOCK_NBYTES, kept.nbytes, kept.is_copied, kept.payload)
+        return _found(token, kept)
 
     def drain(self) -> None:
         """The engine is about to end: it keeps nothing more."""
@@ -529,7 +577,7 @@ class EngineBook:
 
     def _unpin(self, kept: KeptRecord) -> None:
         self.kept.unpin(kept)
-        if not kept.pins and self.host.is_wanted(kept.start, kept.blocks):
+        if not kept.pins and (kept.for_one or self.host.is_wanted(kept.start, kept.blocks)):
             self.host.evict(kept)
         self._owes_service = self.host.waiting_lease_requests > 0
 

@@ -18,7 +18,7 @@ class KeptBook:
         self.unpinned: dict[int, KeptRecord] = {}  # by generation, the least recently used first
         self.waits: dict[bytes, dict[int, int]] = {}  # tokens of the clients that wait for a key, by key and client
         self.dropped: list[tuple[bytes, int, int, bool]] = []  # what went last: key, bytes, hits, whether for other content
-        self.hits = self.misses = self.refusals = 0
+        self.hits = self.misses = self.refusals = self.taken = self.withdrawn = 0
         self.evictions = self.evictions_for_content = self.evicted_nbytes = 0
 
     @property
@@ -35,6 +35,12 @@ class KeptBook:
         """Keeps what nobody has pinned yet."""
         self.by_key[kept.key] = self.by_generation[kept.generation] = self.unpinned[kept.generation] = kept
 
+    def take(self, kept: KeptRecord) -> None:
+        """A delivery has its taker, who has pinned it: nobody else finds it."""
+        del self.by_key[kept.key]
+        kept.pins -= 1
+        self.taken += 1
+
     def pin(self, kept: KeptRecord) -> None:
         """Whatever is pinned stays."""
         self.unpinned.pop(kept.generation, None)
@@ -49,7 +55,11 @@ class KeptBook:
     def forget(self, kept: KeptRecord, for_content: bool) -> None:
         """What is not pinned goes: for other content, or for a lease."""
         assert not kept.pins
-        del self.unpinned[kept.generation], self.by_generation[kept.generation], self.by_key[kept.key]
+        del self.unpinned[kept.generation], self.by_generation[kept.generation]
+        if self.by_key.get(kept.key) is kept:
+            del self.by_key[kept.key]
+        if kept.for_one:
+            return
         self.evictions += 1
         self.evictions_for_content += for_content
         self.evicted_nbytes += kept.nbytes

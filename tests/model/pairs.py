@@ -24,7 +24,7 @@ ENGINE_EVENTS = (
     *("submit", "claim", "end", "abort", "release_slots", "last_view_gone"),
     *("acquire_reply", "queue_reply", "cancel_reply", "release_replies", "reply_sent", "discard_reply"),
     *("let_overtake", "replies_read"),
-    *("find", "stop_waiting", "keep", "unpin", "drain"),
+    *("find", "stop_waiting", "keep", "unpin", "drain", "withdraw", "drop_untaken"),
 )
 
 CLIENT_EVENTS = (

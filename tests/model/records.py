@@ -42,6 +42,7 @@ class KeptRecord:
     payload: bytes
     pins: int = 0  # clients that have it pinned, and slots of requests that are this
     hits: int = 0  # how often a client has found it
+    for_one: bool = False  # it is a delivery
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -45,10 +45,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "silent_moments",
     ),
     "KeptBook": (
-        *("by_key", "by_generation", "unpinned", "waits", "dropped", "hits", "misses", "refusals"),
+        *("by_key", "by_generation", "unpinned", "waits", "dropped", "hits", "misses", "refusals", "taken", "withdrawn"),
         *("evictions", "evictions_for_content", "evicted_nbytes"),
     ),
-    "KeptRecord": ("generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins", "hits"),
+    "KeptRecord": ("generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins", "hits", "for_one"),
     "EngineSlotRecord": ("generation", "lease", "start", "blocks", "state", "kept"),
     "RequestRecord": ("request_id", "slots", "state", "unread_replies"),
     "LeaseWant": ("client_id", "token", "blocks", "preferred_blocks", "waits", "rest_moments", "patience"),

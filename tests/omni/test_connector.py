@@ -45,9 +45,10 @@ def got(connector: Any, key: str) -> tuple[Any, int]:
 
 
 def deliveries(directory: Path) -> dict[str, Any]:
-    snapshot = asyncio.run(shmring.inspect(NAME, socket_dir=str(directory)))
-    described: dict[str, Any] = snapshot.program["deliveries"]
-    return described
+    counts = asyncio.run(shmring.inspect(NAME, socket_dir=str(directory))).statistics
+    return {what: counts[f"deliveries_{what}"] for what in ("untaken", "taken", "withdrawn")} | {
+        "waiting": counts["kept_waits"]
+    }
 
 
 # -- made by the factory -------------------------------------------------------------------------------------------------------

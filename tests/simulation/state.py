@@ -156,7 +156,7 @@ class _Encoding:
             *session.real.host_slots._line,
             *session.real.sending._again,
             *session.real.sending._turns,
-            *(answer for answer, _, _ in session.real.kept._answers.values()),
+            *(question.place for question in session.real.kept._answers.values()),
             *(place for wait in session.real.kept._waits.values() for place in wait.line),
             *cast(Any, session.link.writable)._waiters,
         ]
@@ -188,19 +188,19 @@ class _Encoding:
         answers = [
             [
                 self._asked[session.client_id, token],
-                key,
-                future.done(),
-                -1 if slot is None else self._generations[slot.generation],
+                question.key,
+                question.place.done(),
+                -1 if question.record is None else self._generations[question.record.generation],
             ]
-            for token, (future, key, slot) in kept._answers.items()
+            for token, question in kept._answers.items()
         ]
         pins = [
             [self._generations[generation], pin.count, pin.users, pin.views, pin.is_slots]
             for generation, pin in kept._pins.items()
         ]
         waits = [
-            [self._asked[session.client_id, wait.token], key, wait.is_ending, [place.done() for place in wait.line]]
-            for key, wait in kept._waits.items()
+            [self._asked[session.client_id, wait.token], wait.key, wait.is_ending, [place.done() for place in wait.line]]
+            for wait in kept._waits.values()
         ]
         return [
             0 if session.scenario.max_asks is None else session.asks,

@@ -53,11 +53,11 @@ def a_slot_that_is_kept_is_nobodys_to_write(patch: Patch) -> None:
 
 def a_cancelled_lookup_keeps_its_pin(patch: Patch) -> None:
     def mutated(contents: KeptContents, answer: Found | NotKept) -> None:
-        future, key, record = contents._answers.pop(answer.token)
+        question = contents._answers.pop(answer.token)
         contents._asking.release()
-        result = answer if isinstance(answer, NotKept) else contents._pinned(key, answer, record)
-        if not future.done():
-            future.set_result(result)
+        result = answer if isinstance(answer, NotKept) else contents._pinned(question.key, answer, question.record)
+        if not question.place.done():
+            question.place.set_result(result)
 
     patch.setattr(KeptContents, "answered", mutated)
 
@@ -76,7 +76,7 @@ def what_comes_when_all_have_left_stays_pinned(patch: Patch) -> None:
     def mutated(contents: KeptContents, wait: Any, answer: Found | NotKept) -> None:
         if isinstance(answer, Found) and not wait.line:
             contents._pinned(wait.key, answer, None)
-            del contents._waits[wait.key], contents._waited[wait.token]
+            del contents._waits[wait.key, wait.for_one], contents._waited[wait.token]
         else:
             came(contents, wait, answer)
 

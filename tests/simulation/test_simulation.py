@@ -242,10 +242,10 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
             "late_aborts", "stale_releases", "kept", "_next_use", "_is_draining",
         },
         "KeptBook": {
-            "by_key", "by_generation", "unpinned", "waits", "dropped", "hits", "misses", "refusals",
+            "by_key", "by_generation", "unpinned", "waits", "dropped", "hits", "misses", "refusals", "taken", "withdrawn",
             "evictions", "evictions_for_content", "evicted_nbytes",
         },
-        "KeptRecord": {"generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins", "hits"},
+        "KeptRecord": {"generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins", "hits", "for_one"},
         "Lending": {"_free", "_wants", "_window", "_next_lease_id"},
         "LeaseRecord": {
             "lease_id", "client_id", "memory", "start", "blocks", "state", "live", "recalled", "given_up", "kept_blocks",

@@ -85,6 +85,7 @@ class _InLoop:
         self.client = client
         self._settings = settings
         self._deliveries = Deliveries(client)
+        self._has_delivered = False
         self._starting: asyncio.Task[None] | None = None
         self._forgetting = asyncio.get_running_loop().create_task(self._forget_in_time(forget))
 
@@ -99,17 +100,7 @@ class _InLoop:
             socket_dir=settings.socket_dir,
             connect_timeout_s=_CONNECT_S,
         )
-        try:
-            async with asyncio.timeout(_CONNECT_S):
-                await Deliveries(client).check()
-        except BaseException:
-            await client.close()
-            raise
         return cls(settings, client, forget)
-
-    def is_untaken(self, name: bytes) -> bool:
-        """Whether something was delivered under a name, and was not taken. Any thread may ask."""
-        return self._deliveries.is_untaken(name)
 
     async def slot(self, nbytes: int) -> Slot:
         self._look_for_store()
@@ -117,18 +108,19 @@ class _InLoop:
 
     async def deliver(self, name: bytes, frame: torch.Tensor, slot: Slot | None) -> None:
         self._look_for_store()
-        small = frame.nbytes <= SMALL_NBYTES
-        await self._deliveries.deliver(name, {"frame": frame}, timeout=self._settings.wait_s, small=small, slot=slot)
+        self._has_delivered = True
+        await self._deliveries.deliver(name, {"frame": frame}, timeout=self._settings.wait_s, slot=slot)
 
-    async def withdraw(self, names: list[bytes]) -> None:
-        async with asyncio.timeout(_CLOSE_S):
-            await self._deliveries.withdraw(*names)
+    async def withdraw(self, names: Collection[bytes]) -> None:
+        if self._has_delivered and self.client.connected:
+            async with asyncio.timeout(_CLOSE_S):
+                await self._deliveries.withdraw(*names)
 
     async def take(self, name: bytes, absent: Callable[[], object] | None) -> torch.Tensor:
         self._look_for_store()
         with await self._deliveries.take(name, absent=absent) as taken:
             frame: torch.Tensor = taken.payload["frame"]
-            # A large one keeps its memory. A small one lies where all answers of the store do, until whoever knows when.
+            # A large one keeps its memory. Many small ones would keep as many contents of the store, until whoever knows when.
             return frame.clone() if frame.nbytes <= SMALL_NBYTES else frame
 
     def _look_for_store(self) -> None:
@@ -152,9 +144,7 @@ class _InLoop:
         if self._starting is not None:
             self._starting.cancel()
         with contextlib.suppress(shmring.ShmringError, TimeoutError):
-            if self.client.connected:
-                await self.withdraw(self._deliveries.untaken)
-        self._deliveries.close()
+            await self.withdraw([])
         await self.client.close()
 
 
@@ -171,7 +161,7 @@ class Exchange:
 
     Raises:
         EngineDeadError: there is no such store, or it did not start.
-        RemoteError: what has this name hands no deliveries out: it is no store, or an older one.
+        RemoteProtocolError: what has this name speaks another version of the protocol.
         TimeoutError, PermissionError, SlabError, OSError: it can't be used.
     """
 
@@ -234,10 +224,10 @@ class Exchange:
         """Takes back what nobody has taken. When this returns, a name may be used anew.
 
         Raises:
-            TimeoutError, EngineDeadError, ClosedError: the store does not answer; it drops them later.
+            TimeoutError, EngineDeadError, ClosedError: the store has gone, and what lay in it with it.
         """
-        if untaken := [name for name in names if self._end.is_untaken(name)]:
-            self._thread.call(self._end.withdraw, untaken)
+        if names:
+            self._thread.call(self._end.withdraw, names)
 
     # -- taking ------------------------------------------------------------------------------------------------------------
 
