@@ -63,7 +63,7 @@ SECTIONS = (
         shmring.Ring,
         shmring.threads.Ring,
         "claim claim_nowait claim_many run run_batches injector drain take take_named untaken wait_workers ranks broadcast "
-        "broadcast_nowait gather drop_worker statistics inspect add_to_snapshots close name config epoch",
+        "broadcast_nowait gather drop_worker statistics inspect add_to_snapshots close name config epoch address",
     ),
     Section(
         "`Claim`: a request at the engine",

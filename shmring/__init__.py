@@ -42,10 +42,10 @@ if TYPE_CHECKING:
         WorkersBehindError,
         WouldBlock,
     )
+    from shmring.gateway.serving import serve
     from shmring.memory.tensors import nbytes_for
     from shmring.ring.claim import Claim
     from shmring.ring.ring import Ring
-    from shmring.ring.serving import serve
     from shmring.snapshot import RingSnapshot
     from shmring.statistics import ClientStatistics, RingStatistics, WorkerStatistics
     from shmring.worker.worker import Message, Worker, join
@@ -122,7 +122,7 @@ _MODULES = {
     "inspect": "shmring.client.inspecting",
     "join": "shmring.worker.worker",
     "nbytes_for": "shmring.memory.tensors",
-    "serve": "shmring.ring.serving",
+    "serve": "shmring.gateway.serving",
     "start_store": "shmring.client.starting",
     **dict.fromkeys(_ERRORS, "shmring.errors"),
 }

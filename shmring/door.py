@@ -18,7 +18,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmring.errors import CapacityError
 
@@ -29,6 +29,7 @@ __all__ = [
     "LONGEST_S",
     "MAX_DIMENSIONS",
     "MAX_NAME_CHARACTERS",
+    "FarAddress",
     "check_callable",
     "check_calls",
     "check_error",
@@ -39,7 +40,10 @@ __all__ = [
     "check_text",
     "count_of",
     "directory_of",
+    "far_address_of",
+    "is_far",
     "keys_of",
+    "listening_place_of",
     "names_of",
     "parse_nbytes",
     "rank_of",
@@ -49,6 +53,7 @@ __all__ = [
     "shown",
     "stream_of",
     "timeout_of",
+    "token_of",
     "validate_name",
 ]
 
@@ -81,6 +86,10 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d{1,24}(?:\.\d{1,24})?)\s*([a-z]{0,3})\s*", re.IGNORECASE | re.ASCII)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+_FAR = "tcp://"
+_PLACE = re.compile(r"(\[[0-9A-Fa-f:.%a-z]{2,60}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
+_LARGEST_PORT = 65535
 
 
 def shown(value: object) -> str:
@@ -275,6 +284,75 @@ def validate_name(name: Any) -> str:
             f"{shown(name)} can't name an engine: use 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit"
         )
     return name
+
+
+class FarAddress(NamedTuple):
+    """Where an engine on another host listens, and its name there."""
+
+    host: str
+    port: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"tcp://{_bracketed(self.host)}:{self.port}/{self.name}"
+
+
+def is_far(name: Any) -> bool:
+    """Whether this is the address of an engine on another host, and not the name of one on this host."""
+    return isinstance(name, str) and name.startswith(_FAR)
+
+
+def far_address_of(address: str) -> FarAddress:
+    """Returns what an address says: ``tcp://host:port/name``, an IPv6 address in brackets.
+
+    Raises:
+        ValueError: it can't be one.
+    """
+    place, slash, name = address.removeprefix(_FAR).partition("/")
+    if not slash:
+        raise ValueError(f"{shown(address)} is no address: write tcp://host:port/name")
+    host, port = listening_place_of(place, "the address of an engine")
+    made = FarAddress(host, count_of(port, "a port", most=_LARGEST_PORT), validate_name(name))
+    if str(made) != address:  # it names the engine: there is one way to write it
+        raise ValueError(f"{shown(address)} is written {made}")
+    return made
+
+
+def listening_place_of(place: Any, name: str) -> tuple[str, int]:
+    """Returns host and port of ``host:port``; an IPv6 address stands in brackets, and port 0 is any that is free.
+
+    Args:
+        place: as above.
+        name: of the argument, for the error.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    if not isinstance(place, str):
+        raise TypeError(f"{name} is text such as '127.0.0.1:7000', not {shown(place)}")
+    match = _PLACE.fullmatch(place)
+    if match is None or int(match[2]) > _LARGEST_PORT:
+        raise ValueError(f"{name} has host and port, such as 127.0.0.1:7000 or [::1]:7000; {shown(place)} has not")
+    return match[1].strip("[]"), int(match[2])
+
+
+def token_of(token: Any) -> bytes:
+    """Returns the secret that lets clients on other hosts in.
+
+    Raises:
+        TypeError: it is neither text nor bytes.
+        ValueError: it has fewer than 16 bytes, which could be guessed, or more than 1024.
+    """
+    if not isinstance(token, str | bytes):
+        raise TypeError(f"token is a str or bytes that both sides know, not {type(token).__name__}")
+    secret = token.encode("utf-8", "surrogatepass") if isinstance(token, str) else token
+    if not 16 <= len(secret) <= 1024:  # the text of the error must not show it
+        raise ValueError(f"token has 16 to 1024 bytes, such as those of secrets.token_hex(); this one has {len(secret)}")
+    return secret
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def directory_of(path: Any, name: str) -> str | None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
+from typing import cast
 
 from shmring.client import pauses
 from shmring.client.counters import ClientCounters
+from shmring.client.far_session import Access, FarSession
 from shmring.client.session import Session
 from shmring.config import ClientConfig
 from shmring.core.compiled import ClientEnd, Home
 from shmring.core.loggers import logger_of
+from shmring.door import FarAddress, far_address_of, is_far, shown
 from shmring.errors import EngineDeadError, ShmringError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda
 from shmring.gpu.device import DeviceMemory
@@ -38,11 +42,12 @@ class Attachment:
         home: of the client, which is the door of all its attachments.
         copier: has the turns of copies, and the threads.
         cuda, device_memory: for slots in device memory.
+        access: for a name that is the address of an engine on another host.
         on_change: called with the :class:`ClientEnd` of each session that begins, and with None when the session has ended.
 
     Attributes:
         name, home: as above.
-        path: of its socket.
+        place: the path of its socket, or its address on another host.
         session: with the engine that is attached now; None: none is. Any thread may read it.
         counters: of all sessions before that.
         lost_error: why the last engine that went away did, as far as it is known.
@@ -59,10 +64,13 @@ class Attachment:
         copier: Copier,
         cuda: Cuda,
         device_memory: DeviceMemory,
+        access: Access | None,
         on_change: Callable[[ClientEnd | None], object],
     ) -> None:
         self.name = name
-        self.path = socket_path(name, config.socket_dir)
+        if is_far(name) and access is None:
+            raise TypeError(f"the engine at {shown(name)} is on another host: shmring.connect lets in who has its token=")
+        self.place: Path | FarAddress = far_address_of(name) if is_far(name) else socket_path(name, config.socket_dir)
         self.session: Session | None = None
         self.counters = ClientCounters()
         self.lost_error: ShmringError | None = None
@@ -73,6 +81,7 @@ class Attachment:
         self._copier = copier
         self._cuda = cuda
         self._device_memory = device_memory
+        self._access = access
         self._on_change = on_change
         self._attached = asyncio.Event()
         self._reattaching: asyncio.Task[None] | None = None
@@ -139,24 +148,31 @@ class Attachment:
             EngineDeadError: no engine listens there.
             RemoteProtocolError, PermissionError, SlabError: as :func:`shmring.connect`.
         """
-        session = await Session.open(
-            self.path,
-            self._config,
-            self._description,
-            self.counters,
-            self._copier,
-            self._cuda,
-            self._device_memory,
-            self._lost,
-        )
+        session = await self._open()
         session.check_alive()  # the session may have ended while it opened
         self.session = session
-        self._on_change(session.end)
+        self._on_change(None if session.is_far else session.end)
         self._attached.set()
+
+    async def _open(self) -> Session:
+        if isinstance(self.place, Path):
+            return await Session.open(
+                self.place,
+                self._config,
+                self._description,
+                self.counters,
+                self._copier,
+                self._cuda,
+                self._device_memory,
+                self._lost,
+            )
+        assert self._access is not None
+        far = await FarSession.open(self.place, self._access, self._config, self._description, self.counters, self._lost)
+        return cast(Session, far)  # it has what clients use of a session
 
     async def attach_in_time(self) -> None:
         """Attaches within ``connect_timeout_s``: the engine may be starting."""
-        await reach_in_time(self.name, self.path, self.attach, self._config.connect_timeout_s)
+        await reach_in_time(self.name, self.place, self.attach, self._config.connect_timeout_s)
 
     def keep_attaching(self) -> None:
         """Attaches as soon as there is an engine of this name, and does not wait for it. Twice is once."""

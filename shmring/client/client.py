@@ -26,6 +26,7 @@ import torch
 from shmring.client.connection import EngineConnection
 from shmring.client.deadlines import Deadlines
 from shmring.client.engines import Engines
+from shmring.client.far_session import Access, keeps_nothing
 from shmring.client.kept import Keeping, Kept
 from shmring.client.preparing import Preparations
 from shmring.client.routing import EngineLoad, Route
@@ -86,6 +87,7 @@ class Client(ClientCalls):
         route: Route = "least_loaded",
         reconnect: bool = False,
         description: str = "",
+        access: Access | None = None,
         cuda: Cuda | None = None,
         device_memory: DeviceMemory | None = None,
     ) -> None:
@@ -106,6 +108,7 @@ class Client(ClientCalls):
             copier=self._copier,
             cuda=cuda or TorchCuda(),
             device_memory=device_memory or Driver(),
+            access=access,
             use=self._use,
         )
         connections = {name: EngineConnection(attachment) for name, attachment in self._engines.attachments.items()}
@@ -258,7 +261,7 @@ class Client(ClientCalls):
             holder, packed, on_gpu = self._engines.holder(payload, engine)
             attachment = holder or await self._engines.pick_in_time(key, engine)
             session = attachment.session
-            if self._engines.only is None and session is not None:
+            if self._engines.only is None and session is not None and not session.is_far:
                 self._engines.home.check_loop()
                 submission = self._submit_now(session.end, payload, packed, for_engine)
                 if submission is not None:
@@ -513,6 +516,8 @@ class Client(ClientCalls):
             raise TypeError(f"slot is a slot of this client, not {shown(slot)}")
         gpu_stream = None if stream is None else stream_of(stream)
         session = self._engines.given(slot.engine).ready_nowait()
+        if session.is_far:
+            raise keeps_nothing()
         if slot._end is not session.end:
             assert slot._end is not None, "it has an engine"
             slot._end.shell.check_alive()  # raises why, if it is of an earlier life of its engine

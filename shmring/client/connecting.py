@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from shmring.client.client import Client
+from shmring.client.far_session import Access, Tls, tls_of
 from shmring.client.routing import Route
 from shmring.config import ClientConfig, ClientOptions, configured
-from shmring.door import check_name, shown
+from shmring.door import check_name, shown, token_of
 from shmring.memory.limits import check_open_files
 from shmring.opening import Opening
 
@@ -26,6 +27,8 @@ def connect(
     route: Route | None = None,
     reconnect: bool | None = None,
     description: str = "",
+    token: str | bytes | None = None,
+    tls: Tls = None,
     **overrides: Unpack[ClientOptions],
 ) -> Opening[Client]:
     """Connects a frontend to an engine: ``async with shmring.connect("vision") as client``.
@@ -34,7 +37,8 @@ def connect(
     enough; the client attaches to the others when they start.
 
     Args:
-        name: the engine's name, or a list of names.
+        name: the engine's name; or, of an engine on another host, the address at which its :func:`serve` listens,
+            ``tcp://host:port/name``; or a list of names and addresses.
         config: limits and sizes; ``overrides`` are fields of it.
         route: for several engines: ``"least_loaded"`` (the default), to the one with the fewest requests in flight; or
             ``"round_robin"``, to each in turn. A request's ``key`` or ``engine`` comes first.
@@ -42,10 +46,14 @@ def connect(
             :class:`EngineDeadError`, and later ones wait for the next engine. The default is true for a list of names, where
             calls wait only while no engine is attached, and false for one name.
         description: what the engine's log calls this client.
+        token: of engines on other hosts: the secret that they were given.
+        tls: of engines on other hosts: a context, such as ``ssl.create_default_context()`` makes, or ``"off"``. None: there is
+            no TLS, and an address beyond this host is refused.
 
     Raises:
         EngineDeadError: no engine of that name (none of these names) answers within ``connect_timeout_s``.
         RemoteProtocolError: the engine refuses this client (all of them do).
+        LocalProtocolError: an address is beyond this host, and ``tls`` says nothing.
         PermissionError: the process that listens there is not to be trusted.
         SlabError: its slab can't be mapped.
         OSError: this process has no descriptors left, say; the text says what to do.
@@ -53,7 +61,8 @@ def connect(
     """
     settled = configured(ClientConfig, config, overrides)
     names, options = settle(name, route, reconnect, description)
-    return Opening(lambda: open_client(Client, names, settled, **options))
+    access = None if token is None else Access(token_of(token), tls_of(tls))
+    return Opening(lambda: open_client(Client, names, settled, access=access, **options))
 
 
 class Options(TypedDict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shmring.client.attachment import Attachment
+from shmring.core.messages import Welcome
 from shmring.core.states import ClientSlot
 from shmring.errors import ShmringError
 from shmring.statistics import ClientStatistics
@@ -49,6 +50,12 @@ class EngineConnection:
         """How much the engine that is attached now may keep (``RingConfig.kept_nbytes``); 0: nothing, or none is attached."""
         session = self._attachment.session
         return 0 if session is None else session.welcome.kept_nbytes
+
+    @property
+    def _welcome(self) -> Welcome | None:
+        """For a gateway: what the engine that is attached now takes."""
+        session = self._attachment.session
+        return None if session is None else session.welcome
 
     @property
     def _draining(self) -> bool:

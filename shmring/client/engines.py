@@ -16,12 +16,13 @@ from typing import TypeVar
 
 from shmring.cancellation import uninterrupted
 from shmring.client.attachment import Attachment
+from shmring.client.far_session import Access
 from shmring.client.routing import ROUTES, EngineLoad, LoadEstimate, Route, Router
 from shmring.client.session import Session
 from shmring.config import ClientConfig
 from shmring.core.compiled import ClientEnd, Home, Packed
 from shmring.core.states import ClientSlot
-from shmring.door import check_route_key, shown, validate_name
+from shmring.door import check_route_key, far_address_of, is_far, shown, validate_name
 from shmring.errors import EngineDeadError, LocalProtocolError, ShmringError, WouldBlock, fresh
 from shmring.gpu.cuda import Cuda
 from shmring.gpu.device import DeviceMemory
@@ -43,8 +44,8 @@ class Engines:
 
     Args:
         names: of the engines.
-        config, route, reconnect, description, copier, cuda, device_memory: as of :class:`~shmring.client.attachment.Attachment`
-            and :class:`~shmring.client.routing.Router`.
+        config, route, reconnect, description, copier, cuda, device_memory, access: as of
+            :class:`~shmring.client.attachment.Attachment` and :class:`~shmring.client.routing.Router`.
         use: called with the :class:`ClientEnd` of the only engine's session when it begins, and with None when it has ended.
 
     Attributes:
@@ -64,6 +65,7 @@ class Engines:
         copier: Copier,
         cuda: Cuda,
         device_memory: DeviceMemory,
+        access: Access | None,
         use: Callable[[ClientEnd | None], object],
     ) -> None:
         _check_names(names)
@@ -88,6 +90,7 @@ class Engines:
                 copier=copier,
                 cuda=cuda,
                 device_memory=device_memory,
+                access=access,
                 on_change=self._changed,
             )
             for name in names
@@ -133,7 +136,7 @@ class Engines:
             await self.only.attach_in_time()
             return
         timeout_s = self._config.connect_timeout_s
-        with saying_for_whom(f"one of the engines {self._listed} in {self._directory()}", timeout_s):
+        with saying_for_whom(f"one of the engines {self._listed}{self._directory()}", timeout_s):
             await self._attach_to_some(self.home.loop.time() + timeout_s)
 
     async def _attach_to_some(self, deadline: float) -> None:
@@ -151,13 +154,14 @@ class Engines:
                 raise fresh(refusals[0]) from None
             answered = f"answered {waited(self._config.connect_timeout_s)}"
             raise EngineDeadError(
-                f"none of the engines {self._listed} {answered} in {self._directory()}: start one of them, or set "
+                f"none of the engines {self._listed} {answered}{self._directory()}: start one of them, or set "
                 "socket_dir to their own",
                 engine=None,
             ) from None
 
-    def _directory(self) -> Path:
-        return next(iter(self.attachments.values())).path.parent
+    def _directory(self) -> str:
+        places = [attachment.place for attachment in self.attachments.values()]
+        return next((f" in {place.parent}" for place in places if isinstance(place, Path)), "")
 
     async def _try_each(self, deadline: float) -> list[Exception]:
         """Tries all engines at once; returns when one is attached and the others have been tried, with why some refuse.
@@ -498,6 +502,9 @@ def _check_names(names: Sequence[str]) -> None:
     if not 1 <= len(names) <= _MAX_ENGINES:
         raise ValueError(f"a client has 1 to {_MAX_ENGINES} engines, not {len(names)}")
     for name in names:
-        validate_name(name)
+        if is_far(name):
+            far_address_of(name)
+        else:
+            validate_name(name)
     if len(set(names)) < len(names):
         raise ValueError(f"an engine is named twice in {list(names)}")

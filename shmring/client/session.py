@@ -103,6 +103,7 @@ class Session:
         load: the engine's published load.
     """
 
+    is_far = False
     decoder = staticmethod(make_decoder)  # for the end, which keeps the decoders that it has asked for
 
     def __init__(

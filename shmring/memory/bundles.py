@@ -24,13 +24,13 @@ import torch
 from msgspec.msgpack import Ext
 from numpy.typing import NDArray
 
-from shmring.core.compiled import Packed, Packer, Part, tensor_of
-from shmring.core.messages import TENSOR_EXTENSION, TORCH_ITEM_NBYTES, TensorRef
+from shmring.core.compiled import Packed, Packer, Part, check_payload, tensor_of
+from shmring.core.messages import TENSOR_EXTENSION, TORCH_ITEM_NBYTES, TensorRef, align
 from shmring.errors import RemoteProtocolError
 from shmring.memory.tensors import convert, make_packer, other_view
 from shmring.memory.views import TORCH_DTYPES
 
-__all__ = ["Bundle", "bundle", "copied_bundle"]
+__all__ = ["Bundle", "bundle", "check_bundle", "copied_bundle"]
 
 _MOST = (1 << 63) - 1  # bytes in a record: here, nothing has to fit one
 
@@ -84,6 +84,20 @@ class Bundle:
             raise
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"a payload is not msgpack: {error}") from error
+
+    def laid_out(self) -> tuple[int, list[Any]]:
+        """Returns how many bytes of one piece of memory its tensors take, and these bytes, as buffers that follow each other.
+
+        Who has received them opens ``Bundle(payload, (0,), memory)``.
+        """
+        parts: list[Any] = []
+        end = 0
+        for offset, buffer in zip(self.offsets, self.buffers, strict=True):
+            if offset > end:
+                parts.append(bytes(offset - end))
+            parts.append(buffer)
+            end = offset + memoryview(buffer).nbytes
+        return end, parts
 
     def _view(self, ref: TensorRef) -> torch.Tensor | NDArray[Any]:
         if not ref.nbytes:
@@ -139,6 +153,39 @@ def bundle(payload: object, *, max_tensors: int, max_payload_nbytes: int, max_va
     packed = _packer(max_tensors, max_payload_nbytes, max_values).pack(payload, _MOST, _MOST)
     parts = [part for part in packed.parts if part.nbytes]
     return Bundle(packed.payload, tuple(part.offset for part in parts), *map(_bytes_of, parts))
+
+
+def check_bundle(payload: bytes, nbytes: int, *, max_tensors: int, max_payload_nbytes: int, max_values: int) -> None:
+    """Checks the payload of a bundle that a peer sends, before memory is taken for its tensors.
+
+    Args:
+        payload: of the bundle.
+        nbytes: of that memory: all of it has to be its tensors', laid out as :meth:`Bundle.laid_out` does it.
+        max_tensors, max_payload_nbytes, max_values: what is accepted here.
+
+    Raises:
+        RemoteProtocolError: it breaks a bound, is no payload, or its tensors take another number of bytes.
+    """
+    if len(payload) > max_payload_nbytes:
+        raise RemoteProtocolError(f"a payload of {len(payload)} bytes exceeds max_payload_nbytes ({max_payload_nbytes})")
+    check_payload(payload, max_tensors, max_values)
+    end = 0
+
+    def extension(code: int, data: memoryview) -> object:
+        nonlocal end
+        if code == TENSOR_EXTENSION:
+            ref = tensor_of(bytes(data))
+            if ref.nbytes and (ref.region or ref.offset != align(ref.offset)):
+                raise RemoteProtocolError(f"a tensor of a bundle is at {ref.offset} of region {ref.region}")
+            end = max(end, ref.offset + ref.nbytes if ref.nbytes else 0)
+        return None
+
+    try:
+        msgspec.msgpack.decode(payload, ext_hook=extension)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, TypeError) as error:  # TypeError: a key without a hash
+        raise RemoteProtocolError(f"a payload is not msgpack: {error}") from error
+    if end != nbytes:
+        raise RemoteProtocolError(f"the tensors of a payload take {end} bytes, and {nbytes} were announced")
 
 
 def copied_bundle(packed: Packed, content: NDArray[np.uint8] | None) -> Bundle:

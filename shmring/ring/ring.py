@@ -40,6 +40,7 @@ class Ring(EngineCalls, Generic[_Payload]):
         name: the engine's name.
         config: as configured.
         epoch: identity of this life of the engine.
+        address: where clients on other hosts connect to, as :func:`shmring.connect` takes it; empty: nowhere.
     """
 
     def __init__(self, shell: Shell) -> None:
@@ -49,6 +50,12 @@ class Ring(EngineCalls, Generic[_Payload]):
         self.name = life.name
         self.config = life.config
         self.epoch = life.epoch
+        self.address = ""
+        self._close_gateway: Callable[[], Awaitable[None]] | None = None
+
+    def _listen(self, address: str, close: Callable[[], Awaitable[None]]) -> None:
+        """For :func:`shmring.serve`: a gateway is listening, which is to be closed before this is."""
+        self.address, self._close_gateway = address, close
 
     __reduce_ex__ = uncopied("it belongs to one process and one event loop; serve a ring of another name in the new one")
 
@@ -272,7 +279,12 @@ class Ring(EngineCalls, Generic[_Payload]):
             reason: the text that frontends get.
         """
         check_text(reason, "reason")
-        await self._shell.close(reason)
+        close_gateway, self._close_gateway = self._close_gateway, None
+        try:
+            if close_gateway is not None:
+                await close_gateway()
+        finally:  # also when this is cancelled
+            await self._shell.close(reason)
 
     async def __aenter__(self) -> Self:
         return self

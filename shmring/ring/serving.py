@@ -1,34 +1,30 @@
-"""Opening the engine's end of a ring: ``shmring.serve``."""
+"""Opening the engine's end of a ring, for ``shmring.serve`` and its blocking twin."""
 
 from __future__ import annotations
 
 import mmap
 import secrets
 from collections.abc import Mapping
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, TypeVar
 
-from shmring.config import RingConfig, RingOptions, configured
+from shmring.config import RingConfig
 from shmring.core.geometry import Geometry
-from shmring.door import check_calls
 from shmring.gpu.cuda import Cuda, TorchCuda
 from shmring.gpu.device import DeviceMemory, whole_nbytes
 from shmring.gpu.driver import Driver
 from shmring.memory.limits import check_open_files
-from shmring.opening import Opening
 from shmring.ring.claim import Claim
 from shmring.ring.frontend import CallHandler
 from shmring.ring.life import RingLife
 from shmring.ring.reserve import reserve
-from shmring.ring.ring import Ring
 from shmring.ring.shell import Shell
 from shmring.transport.listener import Listener, socket_path
 
-__all__ = ["create_shell", "serve"]
+__all__ = ["create_shell"]
 
 _OPEN_FILES = 8  # of a ring: its lock, directory and sockets, the slab, replies, the load page; each client takes two more
 
 _Shell = TypeVar("_Shell", bound=Shell)
-_Payload = TypeVar("_Payload")
 
 
 async def create_shell(
@@ -42,7 +38,7 @@ async def create_shell(
     device_memory: DeviceMemory | None = None,
     offload_nbytes: int | None = None,
 ) -> _Shell:
-    """Takes the name, sweeps what a crash left, reserves the slab and listens. See :func:`serve`.
+    """Takes the name, sweeps what a crash left, reserves the slab and listens. See :func:`shmring.serve`.
 
     Args:
         shell_type: of what is created.
@@ -80,60 +76,3 @@ async def create_shell(
         reserved.close()
         listener.close()
         raise
-
-
-@overload
-def serve(
-    name: str,
-    config: RingConfig | None = ...,
-    *,
-    payload_type: type[_Payload],
-    calls: Mapping[str, CallHandler] | None = ...,
-    **overrides: Unpack[RingOptions],
-) -> Opening[Ring[_Payload]]: ...
-
-
-@overload
-def serve(
-    name: str,
-    config: RingConfig | None = ...,
-    *,
-    payload_type: Any = ...,
-    calls: Mapping[str, CallHandler] | None = ...,
-    **overrides: Unpack[RingOptions],
-) -> Opening[Ring[Any]]: ...
-
-
-def serve(
-    name: str,
-    config: RingConfig | None = None,
-    *,
-    payload_type: Any = Any,
-    calls: Mapping[str, CallHandler] | None = None,
-    **overrides: Unpack[RingOptions],
-) -> Opening[Ring[Any]]:
-    """Opens a ring, the engine's side: ``async with shmring.serve("vision", slab_nbytes="1GiB") as ring``.
-
-    Args:
-        name: what frontends connect to; one living engine of a user may have it.
-        config: limits and sizes; ``overrides`` are fields of it.
-        payload_type: a msgspec type that payloads are decoded into; plain objects if not given.
-        calls: control calls that frontends may make, by name: coroutine functions of msgpack values.
-
-    Raises:
-        SlabError: there is no memory for the slab, or no space in ``/dev/shm``; or (``CudaError``) it can't be pinned with
-            ``pin="on"``, or a GPU can't hold the device slab.
-        LocalProtocolError: a living engine has this name.
-        PermissionError: the socket's directory is not safe.
-        OSError: this process has too few open files left; the text says what to do.
-        ValueError, TypeError: a name, size or option is not valid.
-
-    Source: objects that can be awaited or used with ``async with`` are how ``websockets`` does it.
-    """
-    settled = configured(RingConfig, config, overrides)
-    check_calls(calls)
-
-    async def create() -> Ring[Any]:
-        return Ring(await create_shell(Shell, name, settled, payload_type=payload_type, calls=calls))
-
-    return Opening(create)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 from shmring.core.loggers import logger_of
@@ -44,12 +43,12 @@ def saying_for_whom(whom: str, timeout_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-async def reach_in_time(name: str, path: Path, attempt: Callable[[], Awaitable[_Reached]], timeout_s: float) -> _Reached:
+async def reach_in_time(name: str, path: object, attempt: Callable[[], Awaitable[_Reached]], timeout_s: float) -> _Reached:
     """Tries to reach an engine until it is there. Nothing is held meanwhile.
 
     Args:
         name: the engine's.
-        path: of its socket.
+        path: of its socket, or its address.
         attempt: one attempt.
         timeout_s: for all of them, and for the engine's answer.
 

@@ -52,11 +52,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "shmring.opening": ("shmring.uncopied",),
     "shmring.core": CORE,
     "shmring.memory": (*CORE, *WAITING),
-    "shmring.transport": (*CORE, "shmring.snapshot"),
+    "shmring.transport": (*CORE, *WAITING, "shmring.snapshot"),
     "shmring.gpu": (*CORE, *WAITING, "shmring.memory"),
     "shmring.ring": ENDS_STAND_ON,
     "shmring.client": (*ENDS_STAND_ON, "shmring.processes"),  # a store is started by its clients
     "shmring.worker": ENDS_STAND_ON,
+    "shmring.gateway": (*ENDS_STAND_ON, "shmring.ring", "shmring.client"),  # is a client of its own engine
     "shmring.threads": (*ENDS_STAND_ON, "shmring.ring", "shmring.client", "shmring.worker"),
     "shmring.integrations": (
         *("shmring", "shmring.threads", "shmring.errors", "shmring.config", "shmring.memory.bundles", "shmring.ring.injecting"),

@@ -16,6 +16,8 @@ from typing import Any, Self, TypeVar, Unpack
 
 import shmring
 from shmring.client.deadlines import Deadlines
+from shmring.client.far_slot import FarSlot
+from shmring.client.far_submission import FarSubmission
 from shmring.client.preparing import Preparations
 from shmring.client.routing import EngineLoad
 from shmring.config import ClientConfig, configured
@@ -26,8 +28,6 @@ from shmring.integrations.ray.connections import Connections
 from shmring.integrations.ray.directory import is_pattern
 from shmring.integrations.ray.engine import UnknownClientError
 from shmring.integrations.ray.far_client import FarClient
-from shmring.integrations.ray.far_slot import FarSlot
-from shmring.integrations.ray.far_submission import FarSubmission
 from shmring.integrations.ray.routing import Route
 from shmring.opening import Opening
 from shmring.request_options import Arguments, SubmitOptions, signed_as

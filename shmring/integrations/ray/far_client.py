@@ -41,12 +41,12 @@ from ray.exceptions import (
 
 from shmring.cancellation import uninterrupted
 from shmring.client.counters import ClientCounters
+from shmring.client.far_submission import FarSubmission
+from shmring.client.flight import Flight
 from shmring.client.routing import EngineLoad, LoadEstimate
 from shmring.engine.protocol import EncodeRequest, GenerateRequest
 from shmring.errors import AbortedError, CapacityError, ClosedError, EngineDeadError, RemoteError, WouldBlock, fresh
 from shmring.integrations.ray.directory import Load, Where, membership
-from shmring.integrations.ray.far_submission import FarSubmission
-from shmring.integrations.ray.flight import Flight
 from shmring.integrations.ray.wire import SMALL_NBYTES, Call, size_of, to_frame, to_outcome
 from shmring.memory.bundles import Bundle, bundle
 from shmring.request_options import EngineOptions

@@ -1,4 +1,4 @@
-"""A request at an engine on another node, for its caller: what :class:`shmring.Submission` is on the same node."""
+"""A request at an engine on another host, for its caller: what :class:`shmring.Submission` is on the same host."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ __all__ = ["FarSubmission"]
 class FarSubmission:
     """A request that was sent. Read it to its end, or abort it. If it is dropped, the request goes on.
 
+    Args:
+        engine, request_id, name: see below.
+        give_up: called when it is aborted.
+        taken: called when its caller takes a reply, with that reply's bytes.
+
     Attributes:
         engine: the name of the engine that has it.
         request_id: its number at this client's connection.
@@ -26,13 +31,21 @@ class FarSubmission:
         has_replied: whether a reply has come, taken or not.
     """
 
-    def __init__(self, engine: str, request_id: int, name: str, give_up: Callable[[FarSubmission], object]) -> None:
+    def __init__(
+        self,
+        engine: str,
+        request_id: int,
+        name: str,
+        give_up: Callable[[FarSubmission], object],
+        taken: Callable[[FarSubmission, int], object] | None = None,
+    ) -> None:
         self.engine = engine
         self.request_id = request_id
         self.name = name
         self.ended = False
         self.has_replied = False
         self._give_up = give_up
+        self._taken = taken
         self._replies: deque[Bundle] = deque()
         self._error: Exception | None = None
         self._news = asyncio.Event()
@@ -51,7 +64,10 @@ class FarSubmission:
             if self._error is not None:
                 raise fresh(self._error)
             raise StopAsyncIteration
-        return _opened(self._replies.popleft(), reply_type)
+        reply = self._replies.popleft()
+        if self._taken is not None:
+            self._taken(self, len(reply.payload) + reply.nbytes)
+        return _opened(reply, reply_type)
 
     async def wait(self) -> None:
         """Waits for the end: for requests that get no reply."""
@@ -89,7 +105,7 @@ class FarSubmission:
 
     @property
     def _on_gpu(self) -> bool:
-        """Whether tensors were sent from a GPU, which another node can't do."""
+        """Whether tensors were sent from a GPU, which another host can't do."""
         return False
 
     def _need_not_wait(self) -> bool:
@@ -98,7 +114,7 @@ class FarSubmission:
 
     def _why_no_reply(self) -> str:
         """For the client: says for what this request is waiting."""
-        return f"at {self.engine!r}, on another node: the engine's reply"
+        return f"at {self.engine!r}, on another host: the engine's reply"
 
     # -- for the client ------------------------------------------------------------------------------------------------
 

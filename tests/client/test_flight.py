@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from shmring.client.flight import Flight
 from shmring.errors import ClosedError
-from shmring.integrations.ray.flight import Flight
 from tests.tables import for_each
 
 

@@ -1,0 +1,369 @@
+"""Clients on other hosts: what they send lies in a slot, and a call ends as on the engine's host, or says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shmring
+from shmring.gateway.gateway import Gateway
+from shmring.transport.far_wire import WINDOW_NBYTES
+from tests.tables import for_each
+from tests.waiting import cancel, eventually, turns
+
+pytestmark = [pytest.mark.both_loops, pytest.mark.filterwarnings("error::ResourceWarning")]
+
+TOKEN = "a secret of the tests"
+MIB = 1 << 20
+KEY = bytes(32)
+
+
+def gateway_of(ring: shmring.Ring) -> Gateway:
+    close: Any = ring._close_gateway
+    gateway: Gateway = close.__self__
+    return gateway
+
+
+async def handler(claim: shmring.Claim) -> None:
+    """Does what a payload says; the payload itself is the reply, if it says nothing."""
+    payload = claim.payload
+    match payload.get("do") if isinstance(payload, dict) else None:
+        case "stream":
+            for number in range(payload["times"]):
+                await claim.reply({"number": number, "x": payload["x"] + number})
+        case "fail":
+            raise ValueError("this one fails")
+        case "time out":
+            claim.fail(TimeoutError("it takes too long"))
+        case "wait":
+            await asyncio.Event().wait()
+        case _:
+            await claim.done(payload)
+
+
+@contextlib.asynccontextmanager
+async def serving(socket_dir: Path, name: str = "far", **options: Any) -> AsyncIterator[shmring.Ring]:
+    async def doubled(number: int) -> int:
+        return 2 * number
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    given = {
+        "slab_nbytes": "80MiB",
+        "reply_nbytes": "16MiB",
+        "listen": "127.0.0.1:0",
+        "token": TOKEN,
+        "calls": {"doubled": doubled, "never": never},
+    } | options
+    async with shmring.serve(name, socket_dir=str(socket_dir), **given) as ring:
+        running = asyncio.create_task(ring.run(handler))
+        yield ring
+        await ring.close()
+        await cancel(running)
+
+
+@pytest.fixture
+async def ring(socket_dir: Path) -> AsyncIterator[shmring.Ring]:
+    async with serving(socket_dir) as ring:
+        yield ring
+
+
+@pytest.fixture
+async def client(ring: shmring.Ring) -> AsyncIterator[shmring.Client]:
+    async with shmring.connect(ring.address, token=TOKEN) as client:
+        yield client
+
+
+async def test_tensors_lie_in_a_slot_that_they_were_received_into(ring: shmring.Ring, client: shmring.Client) -> None:
+    x = torch.arange(MIB, dtype=torch.float32)
+    reply = await client.request({"x": x}, timeout=60)
+    assert torch.equal(reply["x"], x)
+    there = gateway_of(ring)._client.statistics()
+    assert (there.in_place, there.in_place_nbytes, there.copies, there.inline_payloads) == (1, x.nbytes, 0, 0)
+    assert ring.statistics().received_nbytes >= x.nbytes
+    assert client.statistics().finished == 1
+
+
+PAYLOADS: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "text": lambda: {"prompt": "a cat\u2026", "n": -3, "f": 0.5, "b": b"\0\xff", "l": [1, None, True, 2**63]},
+    "an empty tensor": lambda: {"x": torch.empty(0, 3), "y": torch.ones(2)},
+    "one value": lambda: [torch.tensor(7), np.float32(1.5), np.array(3, np.int16)],
+    "bfloat16": lambda: {"x": torch.arange(300).to(torch.bfloat16).reshape(3, 100)},
+    "not contiguous": lambda: {"x": torch.arange(600.0).reshape(20, 30).t()[::2]},
+    "bools and bytes": lambda: [torch.tensor([True, False]), torch.arange(9, dtype=torch.uint8), np.array([b"ab", b"c"])],
+    "arrays": lambda: {"a": np.arange(10.0), "b": np.array(["x", "yz"]), "c": np.array("2020-01-01", "M8[D]")},
+    "many": lambda: [torch.full((number,), number) for number in range(50)],
+    "a large one and a small one": lambda: {"x": torch.ones(MIB), "y": torch.ones(1)},
+    "nested": lambda: {"x": [{"y": [torch.ones(1000), {"z": torch.zeros(3)}]}]},
+}
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.dtype, tuple(value.shape), value.tolist()
+    if isinstance(value, np.ndarray):
+        return "array", value.dtype.str, value.shape, value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(member) for key, member in value.items()}
+    return [plain(member) for member in value] if isinstance(value, list) else value
+
+
+@for_each("make", PAYLOADS.values(), ids=PAYLOADS)
+async def test_a_payload_comes_as_it_does_on_the_engines_host(
+    ring: shmring.Ring, client: shmring.Client, socket_dir: Path, make: Callable[[], Any]
+) -> None:
+    async with shmring.connect("far", socket_dir=str(socket_dir)) as near:
+        assert plain(await client.request(make(), timeout=60)) == plain(await near.request(make(), timeout=60))
+
+
+async def test_replies_come_in_order_and_leaving_early_aborts(ring: shmring.Ring, client: shmring.Client) -> None:
+    x = torch.ones(100_000)
+    parts = [part async for part in client.stream({"do": "stream", "times": 5, "x": x}, timeout=60)]
+    assert [part["number"] for part in parts] == [0, 1, 2, 3, 4]
+    assert torch.equal(parts[4]["x"], x + 4)
+    async for _ in client.stream({"do": "stream", "times": 10_000, "x": x}, timeout=60):
+        break
+    await eventually(lambda: ring.statistics().running == 0 and client.statistics().in_flight == 0)
+    assert ring.statistics().aborted == 1
+
+
+async def test_a_request_ends_with_the_error_of_its_engine(client: shmring.Client) -> None:
+    with pytest.raises(shmring.RemoteError, match="ValueError: this one fails"):
+        await client.request({"do": "fail"}, timeout=60)
+    with pytest.raises(shmring.RemoteError, match="TimeoutError: it takes too long"):
+        await client.request({"do": "time out"})
+    with pytest.raises(TypeError, match=r"payload\.x"):
+        await client.request({"x": object()})
+    with pytest.raises(shmring.CapacityError, match="more than engine"):
+        await client.request({"x": torch.empty(80 * MIB, dtype=torch.uint8)})
+    assert (await client.request({"n": 1}, timeout=60))["n"] == 1
+
+
+async def test_who_gives_up_aborts_the_request_and_no_other_one(ring: shmring.Ring, client: shmring.Client) -> None:
+    async def ended(running: int) -> None:
+        await eventually(lambda: ring.statistics().running == running)
+
+    other = asyncio.create_task(client.request({"do": "wait", "x": torch.ones(20_000)}, request_id="other"))
+    await ended(1)
+    with pytest.raises(TimeoutError, match="on another host: the engine's reply"):
+        await client.request({"do": "wait"}, timeout=0.05)
+    await ended(1)
+    waiting = asyncio.create_task(client.request({"do": "wait"}))
+    await ended(2)
+    await cancel(waiting)
+    await ended(1)
+    assert client.abort("other") == 1
+    with pytest.raises(shmring.AbortedError):
+        await other
+    await ended(0)
+    assert ring.statistics().aborted == 3
+
+
+async def test_what_is_given_up_while_it_is_sent_closes_its_connection_and_no_other(
+    ring: shmring.Ring, client: shmring.Client, socket_dir: Path
+) -> None:
+    """Nobody reads it: a client here holds the memory that it would need."""
+    waiting = asyncio.create_task(client.request({"do": "wait", "x": torch.ones(100)}, request_id="other"))
+    await eventually(lambda: ring.statistics().running == 1)
+    async with shmring.connect("far", socket_dir=str(socket_dir)) as near:
+        async with near.slot("40MiB"):
+            sending = asyncio.create_task(client.request({"x": torch.ones(6 * MIB)}))
+            await eventually(lambda: len(gateway_of(ring)._peers) == 3)
+            await eventually(lambda: gateway_of(ring)._filling.requests == 1)
+            await cancel(sending)
+            await turns()
+        await eventually(lambda: gateway_of(ring)._filling.requests == 0)
+    assert not waiting.done()
+    assert client.abort("other") == 1
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert torch.equal((await client.request({"x": torch.ones(9)}, timeout=60))["x"], torch.ones(9))
+    await eventually(lambda: ring.statistics().running == 0)
+    assert ring.statistics().submitted == 2
+    there = gateway_of(ring)._client.statistics()
+    assert there.slots_writing == there.slots_submitted == 0
+
+
+async def test_sixteen_large_requests_at_a_time_are_all_answered(ring: shmring.Ring, client: shmring.Client) -> None:
+    """They are several times the slab: they wait for slots."""
+    xs = [torch.full((8 * MIB,), number, dtype=torch.uint8) for number in range(16)]
+    replies = await asyncio.gather(*[client.request({"x": x, "number": n}, timeout=100) for n, x in enumerate(xs)])
+    assert [reply["number"] for reply in replies] == list(range(16))
+    assert all(torch.equal(reply["x"], x) for reply, x in zip(replies, xs, strict=True))
+
+
+async def test_replies_that_nobody_reads_are_bounded(ring: shmring.Ring, client: shmring.Client) -> None:
+    x = torch.ones(MIB, dtype=torch.uint8)
+    submission: Any = await client.submit({"do": "stream", "times": 60, "x": x})
+    await eventually(lambda: sum(reply.nbytes for reply in submission._replies) >= WINDOW_NBYTES)
+    await turns(500)
+    assert sum(reply.nbytes for reply in submission._replies) <= WINDOW_NBYTES + MIB
+    assert not submission.ended
+    numbers = []
+    with contextlib.suppress(StopAsyncIteration):
+        while True:
+            numbers.append((await submission.next())["number"])
+    assert numbers == list(range(60))
+
+
+FAR_AWAY: dict[str, Callable[[shmring.Client], Awaitable[Any]]] = {
+    "keep": lambda client: client.keep(KEY, {"x": torch.ones(3)}),
+    "wait_kept": lambda client: client.wait_kept(KEY),
+    "a slot on a GPU": lambda client: client.slot(100, device="cuda"),
+}
+
+
+@for_each("call", FAR_AWAY.values(), ids=FAR_AWAY)
+async def test_what_can_not_be_done_from_another_host_says_so(
+    client: shmring.Client, call: Callable[[shmring.Client], Awaitable[Any]]
+) -> None:
+    with pytest.raises(shmring.LocalProtocolError, match="on another host"):
+        await call(client)
+
+
+async def test_the_other_calls_are_as_on_the_engines_host(ring: shmring.Ring, client: shmring.Client) -> None:
+    assert await client.call("doubled", 21, timeout=60) == 42
+    with pytest.raises(shmring.RemoteError, match="tripled"):
+        await client.call("tripled", 21)
+    assert await client.find(KEY) is None
+    assert await client.find_many([KEY, KEY]) == [None, None]
+    with pytest.raises(shmring.WouldBlock):
+        client.find_nowait(KEY)
+    with pytest.raises(shmring.LocalProtocolError, match=r"use submit\(\)"):
+        client.submit_nowait({"n": 1})
+    async with client.slot("1MiB") as slot:
+        view = slot.tensor((512, 512), torch.float32)
+        view.fill_(2)
+        assert torch.equal((await client.request({"x": view}, timeout=60))["x"], view)
+        with pytest.raises(shmring.CapacityError):
+            slot.array((1,), np.uint8)
+        with pytest.raises(shmring.LocalProtocolError, match="on another host"):
+            client.keep_nowait(KEY, {"x": view}, slot)
+    with client.slot_nowait(64) as slot:
+        pass
+    with pytest.raises(shmring.ClosedError):
+        slot.tensor((1,), torch.uint8)
+    assert [slot.nbytes for slot in await client.slots([10, 20])] == [10, 20]
+    client.check_capacity("1MiB")
+    await client.wait_connected()
+    await client.wait_prefaulted()
+    assert (client.names, client.kept_nbytes) == ((ring.address,), 0)
+    assert client.engines[ring.address].copies == 0
+    assert client.loads()[ring.address].responds
+    assert client.choose() == ring.address
+
+
+async def test_one_client_has_engines_on_this_host_and_on_others(socket_dir: Path) -> None:
+    async with serving(socket_dir, "one") as one, serving(socket_dir, "two") as two, serving(socket_dir, "near"):
+        names = [one.address, two.address, "near"]
+        async with shmring.connect(names, token=TOKEN, socket_dir=str(socket_dir), route="round_robin") as client:
+            await eventually(lambda: all(client.engines[name].connected for name in names))
+            x = torch.ones(50_000)
+            for _ in range(6):
+                assert torch.equal((await client.request({"x": x}, timeout=60))["x"], x)
+            assert [client.engines[name].statistics().finished for name in names] == [2, 2, 2]
+            async with client.slot(100, engine="near") as slot:
+                y = slot.tensor((3,), torch.float32).fill_(5)
+                assert (await client.request({"x": y}, timeout=60))["x"].tolist() == [5, 5, 5]
+            waiting = asyncio.create_task(client.request({"do": "wait"}, engine=one.address))
+            await eventually(lambda: one.statistics().running == 1)
+            await one.close()
+            with pytest.raises(shmring.EngineDeadError) as caught:
+                await waiting
+            assert caught.value.engine == one.address
+            for _ in range(4):
+                await client.request({"x": x}, timeout=60)
+
+
+async def test_the_next_engine_at_an_address_is_found(socket_dir: Path) -> None:
+    async with serving(socket_dir) as ring:
+        place = ring.address.split("/")[2]
+        client = await shmring.connect(ring.address, token=TOKEN, reconnect=True)
+        other = await shmring.connect(ring.address, token=TOKEN)
+        waiting = [asyncio.create_task(each.request({"do": "wait"})) for each in (client, other)]
+        await eventually(lambda: ring.statistics().running == 2)
+    for task in waiting:
+        with pytest.raises(shmring.EngineDeadError):
+            await task
+    with pytest.raises(shmring.EngineDeadError, match="has gone; connect again"):
+        await other.request({"n": 1})
+    async with serving(socket_dir, listen=place):
+        assert await client.request({"n": 1}, timeout=60) == {"n": 1}
+    await client.close()
+    await other.close()
+
+
+async def test_a_client_that_is_closed_leaves_nothing(ring: shmring.Ring) -> None:
+    client = await shmring.connect(ring.address, token=TOKEN)
+    waiting = asyncio.create_task(client.request({"do": "wait", "x": torch.ones(20_000)}))
+    await eventually(lambda: ring.statistics().running == 1)
+    await client.close()
+    with pytest.raises(shmring.ClosedError):
+        await waiting
+    with pytest.raises(shmring.ClosedError):
+        await client.request({"n": 1})
+    await eventually(lambda: ring.statistics().running == 0 and not gateway_of(ring)._peers)
+    assert not gateway_of(ring)._sessions
+    await eventually(lambda: gateway_of(ring)._client.statistics().slots_submitted == 0)
+
+
+async def test_who_has_no_right_token_or_name_is_refused(ring: shmring.Ring) -> None:
+    with pytest.raises(shmring.RemoteProtocolError, match="the token is not that"):
+        await shmring.connect(ring.address, token="another secret, as long")
+    with pytest.raises(shmring.RemoteProtocolError, match="the engine here is 'far', and not 'other'"):
+        await shmring.connect(ring.address.replace("/far", "/other"), token=TOKEN)
+    with pytest.raises(TypeError, match="token="):
+        await shmring.connect(ring.address)
+    with pytest.raises(shmring.EngineDeadError, match=r"no engine answers at|did not answer"):
+        await shmring.connect("tcp://127.0.0.1:1/far", token=TOKEN, connect_timeout_s=0.01)
+    assert gateway_of(ring).refused == 2
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "listen without a token": {"token": None},
+    "a token without a place": {"listen": None},
+    "a token that can be guessed": {"token": "short"},
+    "no port": {"listen": "127.0.0.1"},
+    "no such port": {"listen": "127.0.0.1:70000"},
+    "tls": {"tls": "on"},
+}
+
+
+@for_each("options", WRONG.values(), ids=WRONG)
+async def test_an_option_that_makes_no_sense_is_refused(socket_dir: Path, options: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        shmring.serve("far", socket_dir=str(socket_dir), **{"listen": "127.0.0.1:0", "token": TOKEN} | options)
+    assert "short" not in str(caught.value)
+
+
+async def test_what_leaves_the_host_is_encrypted_unless_told_otherwise(socket_dir: Path) -> None:
+    with pytest.raises(shmring.LocalProtocolError, match="give tls="):
+        await shmring.serve("far", socket_dir=str(socket_dir), slab_nbytes="16MiB", listen="0.0.0.0:0", token=TOKEN)
+    async with serving(socket_dir, listen="0.0.0.0:0", tls="off") as ring:
+        address = ring.address.replace("0.0.0.0", "127.0.0.1")
+        async with shmring.connect(address, token=TOKEN) as client:
+            assert await client.request({"n": 1}, timeout=60) == {"n": 1}
+
+
+async def test_with_tls_it_is_the_same(socket_dir: Path, certificate: tuple[Path, Path]) -> None:
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served.load_cert_chain(*certificate)
+    async with serving(socket_dir, listen="localhost:0", tls=served) as ring:
+        trusting = ssl.create_default_context(cafile=str(certificate[0]))
+        async with shmring.connect(ring.address, token=TOKEN, tls=trusting) as client:
+            x = torch.arange(MIB, dtype=torch.float32)
+            replies = await asyncio.gather(*[client.request({"x": x + n}, timeout=100) for n in range(3)])
+            assert all(torch.equal(reply["x"], x + n) for n, reply in enumerate(replies))
+        with pytest.raises(PermissionError, match="not to be trusted"):
+            await shmring.connect(ring.address, token=TOKEN, tls=ssl.create_default_context())
+        with pytest.raises((shmring.EngineDeadError, shmring.RemoteProtocolError)):
+            await shmring.connect(ring.address, token=TOKEN, connect_timeout_s=0.01)  # without TLS
