@@ -552,9 +552,10 @@ class _NothingKept:
         """Raises LocalProtocolError."""
         raise keeps_nothing()
 
-    async def keep(self, *_: object) -> Any:
-        """Raises LocalProtocolError."""
-        raise keeps_nothing()
+    keep = deliver = take = wait
+
+    def withdraw(self, *_: object) -> None:
+        """Nothing was delivered."""
 
 
 def keeps_nothing() -> LocalProtocolError:

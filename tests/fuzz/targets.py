@@ -86,7 +86,7 @@ from shmring.frontend.media.urls import parse_redirect, parse_url
 from shmring.frontend.openai.chat import CHAT_PARSER
 from shmring.frontend.openai.embeddings import EMBEDDING_PARSER
 from shmring.memory.tensors import make_decoder, make_packer
-from tests.fuzz import hostile_engine, hostile_worker
+from tests.fuzz import hostile_engine, hostile_peer, hostile_worker
 from tests.model.inside import Done, Reply, decode_content, read_record, take_payload, write_done, write_reply, write_submit
 from tests.model.pairs import PairedEngineBook
 
@@ -883,7 +883,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     for target in (
         *(message_rings, messages, records, payloads, books, slot_headers, workers, worker_records, shared_claims),
         *(hostile_engine.attaching, hostile_engine.attached_engines, hostile_engine.joining, hostile_engine.joined_engines),
-        *(hostile_worker.joined_workers, bodies, requests, addresses, media_headers),
+        *(hostile_worker.joined_workers, hostile_peer.frames, bodies, requests, addresses, media_headers),
     )
 }
 
@@ -1086,4 +1086,5 @@ SEEDS: dict[str, list[bytes]] = {
     ],
     **hostile_engine.SEEDS,
     **hostile_worker.SEEDS,
+    **hostile_peer.SEEDS,
 }
