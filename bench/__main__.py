@@ -24,7 +24,7 @@ from bench.serving.command import serve_command
 from bench.sglang.command import sglang_command
 from bench.steps import steps_command
 from bench.transport import quick_command, transport_command
-from bench.vllm.command import encoders_command, vllm_command, workers_command
+from bench.vllm.command import embeds_command, encoders_command, vllm_command, workers_command
 
 
 @click.group(context_settings=SETTINGS)
@@ -47,6 +47,7 @@ for command in (
     vllm_command,
     workers_command,
     encoders_command,
+    embeds_command,
     sglang_command,
     omni_command,
     ray_command,

@@ -24,7 +24,7 @@ from bench.machine import ROOT
 from shmring.processes.process import Process
 
 _READY, _FAILED = b"ready", b"failed: "  # the second before a reason, where an answer would be
-_START_LIMIT_S = 300.0  # it imports vLLM, or SGLang
+_START_LIMIT_S = 900.0  # it imports vLLM, or SGLang, whose start takes 100 seconds of CPU
 _GRACE_S = 30.0  # Ray Serve takes some seconds to end
 _LAST_WORDS_NBYTES = 600
 

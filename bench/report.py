@@ -74,7 +74,7 @@ _PAGES = (
     _Page(
         "benchmarks/vllm.md",
         "Inside vLLM",
-        ("vllm", "vllm-workers", "vllm-encoders"),
+        ("vllm", "vllm-workers", "vllm-embeds", "vllm-encoders"),
         "What it means for users is in [vLLM](../vllm.md) and [stages](../stages.md#vllm-encoder-outputs).\n",
     ),
     _Page(
@@ -118,6 +118,7 @@ _NAMES = {
     "sglang": "SGLang",
     "vllm": "vLLM",
     "vllm-workers": "vLLM-workers",
+    "vllm-embeds": "vLLM-embeds",
     "vllm-encoders": "vLLM-encoders",
 }
 

@@ -21,7 +21,7 @@ from bench.repetitions import Measured, Number, percentile, ratio
 from bench.results import Status, Table
 from bench.servers import wait_until_it_answers
 from bench.targets import Numbers, Target, ratios
-from bench.vllm import encoders, load, workers
+from bench.vllm import embeds, encoders, load, workers
 from bench.vllm.load import LARGE, PARALLEL, WAYS, Case, Fleet, Way, cpu_of, fleets
 from bench.vllm.server import Server, serve
 
@@ -150,6 +150,18 @@ def encoders_command(runs: Runs) -> None:
             pairs[way] = stack.enter_context(encoders.pair(way, environment, model))
             pairs[way].warm_up()
         runs.measure(lambda _, way: pairs[way].measure())
+    runs.notes.append(_versions(environment))
+
+
+@benchmark(embeds.PLAN)
+def embeds_command(runs: Runs) -> None:
+    """Real vLLM with two tensor-parallel workers: a long prompt as embeddings, to the engine core and to the workers."""
+    environment = environment_of("vllm", "vLLM")
+    for way in runs.cases[embeds.KINDS[0]]:
+        click.echo(f"starting vLLM: {way}", err=True)
+        with embeds.prompts(way, environment) as engine:
+            engine.measure("embeddings")
+            runs.measure(lambda kind, _, engine=engine: engine.measure(kind), subjects=[way])  # type: ignore[misc]
     runs.notes.append(_versions(environment))
 
 

@@ -62,28 +62,32 @@ def serve(
     directory: Path,
     *,
     side: int = 1344,
+    model_path: Path | None = None,
     api_servers: int = 1,
     environment: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
     in_process: bool = True,
     installation: Path | None = None,
     waits: bool = True,
+    under: Sequence[str] = (),
 ) -> Iterator[Server]:
     """Starts a server, yields it when it answers, and ends it with all of its processes; raises RuntimeError if it never does.
 
     Args:
         directory, environment: see :func:`bench.servers.started`; it gets no variable of this process that begins with
             ``SHMRING_VLLM``.
+        side, model_path: of the pictures that the tiny model takes; or another model.
         options: of ``vllm serve``, beside those that keep the tiny model tiny.
         in_process: whether the model runs in the engine core's process.
         installation: the environment that has vLLM; ``None``: the one that this runs in.
         waits: whether to wait until it answers; if not, call :func:`bench.servers.wait_until_it_answers`.
+        under: a program that becomes the server, whose command is added to its arguments.
     """
     port = free_port()
     executable = (installation or Path(sys.prefix)) / "bin" / "vllm"
     executor = ["--distributed-executor-backend", IN_PROCESS] if in_process else []
     command = [
-        *(executable, "serve", model(side, installation), "--served-model-name", "tiny"),
+        *(*under, executable, "serve", model_path or model(side, installation), "--served-model-name", "tiny"),
         *("--host", "127.0.0.1", "--port", port, "--api-server-count", api_servers),
         *("--max-model-len", 512, "--max-num-seqs", 32, "--load-format", "dummy", "--enforce-eager", "--dtype", "bfloat16"),
         *("--limit-mm-per-prompt", '{"image": 1}', "--mm-processor-cache-gb", "0.5", *executor, *options),

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from bench import command_line
 from bench.plan import Runs, Timing
 from bench.serving.load import Latency
-from bench.vllm import command, encoders, load, workers
+from bench.vllm import command, embeds, embeds_program, encoders, load, workers
 from bench.vllm.command import PLAN, vllm_command
 from bench.vllm.load import CASES, SIDES, WAYS, Case, Fleet, Measurement, Way, fleets, for_a_while
 from tests.tables import for_each
@@ -223,3 +223,16 @@ def test_encoder_outputs_are_judged_by_copies_and_beside_files() -> None:
     assert [row[1] for row in rows] == ["shmring", "ECExampleConnector", "without a connector"]
     assert [row[3] for row in rows] == ["", "0.25 x", ""]
     assert len({row[-1] for row in rows}) == 1, "they computed the same"
+
+
+def test_a_prompt_as_embeddings_is_compared_with_one_of_token_ids() -> None:
+    def run(engine_ms: float, wall_ms: float) -> embeds_program.Answered:
+        return embeds_program.Answered(wall_ms, {"LLM": 100.0, "EngineCore": engine_ms, "Worker": 400.0}, "abc")
+
+    ways = {"shmring": [run(10.0, 900.0)], "vLLM's own": [run(300.0, 1200.0)]}
+    findings = embeds.PLAN.findings(dict.fromkeys(embeds.KINDS, ways))
+    assert findings.tables[0].rows[:2] == [
+        ["embeddings", "shmring", "510", "", "+0% +0%", "100", "10", "400", "900", "abc"],
+        ["embeddings", "vLLM's own", "800", "0.64 x", "+0% +0%", "100", "300", "400", "1,200", "abc"],
+    ]
+    assert [verdict.met for verdict in findings.targets] == [True, True, True]
