@@ -13,7 +13,8 @@ of them have left, the engine is told, and answers as well: so each question has
 
 A *delivery* is content for the one who takes it (:meth:`KeptContents.deliver`, :meth:`KeptContents.take`). Its sender has no
 pin of it: when the engine has it, its slot is neither in a lease nor pinned here. Who takes it has a pin under a key that is no
-key of content (:func:`_taken_key`), as the next delivery of the same name is another content.
+key of content (:func:`_taken_key`), as the next delivery of the same name is another content. Who has left one mostly asks for
+the next one at once, so the engine hears of both together: being told wakes a process.
 
 A slot that is handed over behind a GPU's work (:meth:`KeptContents.keep_nowait`) is this object's from then on. Nothing is sent
 before the GPU has done that work, so a process that dies meanwhile has published nothing.
@@ -68,6 +69,7 @@ __all__ = ["Keeping", "Kept", "KeptContents"]
 
 _Payload = TypeVar("_Payload", default=Any)
 
+_TOLD_S = 0.002  # until the engine hears that a delivery was left, if nothing is asked before
 _KEEP_NBYTES = 256  # at most, of the message that gives a slot, around its payload
 _NOT_FOUND = ("absent", "pins")  # the reasons that can answer a search
 _NOT_KEPT = ("full", "large", "pins", "ends")  # and those that can answer a slot that is handed over
@@ -307,6 +309,8 @@ class KeptContents:
         self._waited: dict[int, _Wait] = {}  # the same, by token
         self._handed: dict[int, _Handed] = {}  # behind a GPU's work, by the number that is reported then
         self._publishing: set[asyncio.Task[None]] = set()
+        self._left_generations: list[int] = []  # of deliveries, of which the engine does not know yet that they were left
+        self._telling: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -413,6 +417,7 @@ class KeptContents:
             wait = self._waits[key, for_one] = _Wait(key, next(self._tokens), for_one)
             self._waited[wait.token] = wait
             try:
+                self._tell_left()
                 self._link.send(Find(wait.token, key, waits=True, for_one=for_one))
             except BaseException:  # it was not sent
                 del self._waits[key, for_one], self._waited[wait.token]
@@ -635,6 +640,7 @@ class KeptContents:
                     )
                 place = self._line.enter()
                 self._answers[token] = _Question(place, key, record, for_one, slot)
+                self._tell_left()
                 self._link.send(message)
             except BaseException:  # the message was not sent
                 self._answers.pop(token, None)
@@ -801,10 +807,25 @@ class KeptContents:
             del self._pins[pin.found.generation]
             self.end.held.leave(pin.address)
             pin.record.state = ClientSlot.FREE  # a payload that is about to be sent from there is packed again
-            self._link.send_listed(Unpin, [pin.found.generation] * pin.count)
+            generations = [pin.found.generation] * pin.count
+            if pin.key == _taken_key(pin.found):
+                self._left_generations += generations
+                if self._telling is None:
+                    self._telling = self.life.loop.call_later(_TOLD_S, self._tell_left)
+            else:
+                self._link.send_listed(Unpin, generations)
         except MemoryError as error:
             self._link.fail_soon(error)
             raise
+
+    def _tell_left(self) -> None:
+        """Tells the engine which deliveries were left."""
+        if self._telling is None:
+            return
+        self._telling.cancel()
+        self._telling = None
+        generations, self._left_generations = self._left_generations, []
+        self._link.send_listed(Unpin, generations)
 
     def in_use(self) -> list[int]:
         """The generations of what is pinned, for a goodbye: those that this process may still view.
@@ -820,6 +841,8 @@ class KeptContents:
         waiting: list[asyncio.Future[Any]] = [question.place for question in self._answers.values()]
         for _ in self._answers:
             self._asking.release()
+        if self._telling is not None:
+            self._telling.cancel()
         for wait in self._waits.values():
             waiting += wait.line
         for questions in (self._answers, self._waits, self._waited, self._pins, self.end.pinned):

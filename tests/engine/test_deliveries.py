@@ -307,6 +307,39 @@ async def test_a_taker_that_uses_as_much_as_it_may_waits_for_its_own_views(ring:
     await nothing_is_left(ring)
 
 
+ASKING: dict[str, Any] = {
+    "the next delivery": lambda taker: taker.take(name("never")),
+    "content": lambda taker: taker._client.find(name("nothing")),
+    "content to be kept": lambda taker: taker._client.keep(name("own"), frame(2)),
+}
+
+
+@pytest.mark.parametrize("question", ASKING)
+async def test_an_engine_hears_that_one_was_left_with_the_next_question(
+    ring: Ring, ends: list[Deliveries], monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
+    monkeypatch.setattr("shmring.client.kept._TOLD_S", 1000.0)
+    sender, taker, _ = ends
+    book = ring._shell._book.kept
+    for _ in range(2):
+        await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)
+        [left] = [kept.generation for kept in ring._shell._book.untaken()]
+        assert await taken(taker.take(name("a"))) == 1
+        await turns()
+        assert left in book.by_generation
+        asking = asyncio.create_task(ASKING[question](taker))
+        await eventually(lambda left=left: left not in book.by_generation)
+        await cancel(asking)
+
+
+async def test_an_engine_hears_soon_that_one_was_left_if_nothing_is_asked(ring: Ring, ends: list[Deliveries]) -> None:
+    sender, taker, _ = ends
+    for number in (1, 2):
+        await sender.deliver(name("a"), frame(number), timeout=LIMIT_S)
+        assert await taken(taker.take(name("a"))) == number
+        await nothing_is_left(ring)
+
+
 async def test_views_that_a_taker_has_are_not_overwritten(ring: Ring, ends: list[Deliveries]) -> None:
     sender, taker, _ = ends
     views = []

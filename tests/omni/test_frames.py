@@ -26,6 +26,15 @@ def written(data: Any) -> torch.Tensor:
     return memory
 
 
+def test_a_frame_that_waits_for_a_gpu_is_known() -> None:
+    for data, waits in (
+        ({"x": torch.ones(3), "y": np.ones(3)}, False),
+        ({"x": torch.ones(3, device="meta")}, True),
+        ({}, False),
+    ):
+        assert pack(data, refuse).is_on_gpu is waits
+
+
 def passed_on(data: Any) -> Any:
     return unpack(written(data), lambda decoded: decoded)
 

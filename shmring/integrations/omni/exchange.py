@@ -44,6 +44,7 @@ logger = logger_of("vllm_omni.shmring")
 _CONNECT_S = 10.0  # a store that is there answers in milliseconds; on a machine where models are loaded, later
 _ANSWER_S = 0.25  # the same, for what is asked of it: the loop that asks goes on without an answer, and asks again
 _LONGER, _LONGEST = 1.1, 50.0  # a wait in vain makes the next one longer: in a second, from 2 ms to 100
+_IN_LOOP_NBYTES = 4 << 20  # is copied by the loop's thread: that takes less than a second call would
 _CLOSE_S = 2.0  # for taking back what was not taken; a store that does not answer drops it by itself
 
 #: Who wants something asks for it all the time. What nobody has asked for so long is left; what has come stays for longer, as a
@@ -102,11 +103,21 @@ class _InLoop:
         )
         return cls(settings, client, forget)
 
+    async def put(self, name: bytes, frame: Frame) -> None:
+        """Writes a frame and delivers it, in one call: the loop is busy meanwhile."""
+        slot = await self.slot(frame.nbytes)
+        try:
+            memory = slot.tensor((frame.nbytes,), torch.uint8)
+            frame.write_to(memory)
+            await self.deliver(name, memory, slot)
+        finally:
+            slot.close()
+
     async def slot(self, nbytes: int) -> Slot:
         self._look_for_store()
         return await self.client.slot(nbytes, timeout=self._settings.wait_s)
 
-    async def deliver(self, name: bytes, frame: torch.Tensor, slot: Slot | None) -> None:
+    async def deliver(self, name: bytes, frame: torch.Tensor, slot: Slot) -> None:
         self._look_for_store()
         self._has_delivered = True
         await self._deliveries.deliver(name, {"frame": frame}, timeout=self._settings.wait_s, slot=slot)
@@ -121,7 +132,10 @@ class _InLoop:
         with await self._deliveries.take(name, absent=absent) as taken:
             frame: torch.Tensor = taken.payload["frame"]
             # A large one keeps its memory. Many small ones would keep as many contents of the store, until whoever knows when.
-            return frame.clone() if frame.nbytes <= SMALL_NBYTES else frame
+            # So they are copied, and what is left has no view: it goes back in this turn of the loop.
+            if frame.nbytes <= SMALL_NBYTES:
+                frame = frame.clone()
+            return frame
 
     def _look_for_store(self) -> None:
         """Has the store started anew, if it is gone. Calls wait for it meanwhile."""
@@ -206,10 +220,8 @@ class Exchange:
             EngineDeadError: the store has ended meanwhile.
             ClosedError: this is closed.
         """
-        if frame.nbytes <= SMALL_NBYTES:  # one more copy costs less than a turn of the loop for a slot
-            memory = torch.empty(frame.nbytes, dtype=torch.uint8)
-            frame.write_to(memory)
-            self._thread.call(self._end.deliver, name, memory, None)
+        if frame.nbytes <= _IN_LOOP_NBYTES and not frame.is_on_gpu:
+            self._thread.call(self._end.put, name, frame)
             return
         slot: Slot = self._thread.call(self._end.slot, frame.nbytes, undo=Slot.close)
         try:

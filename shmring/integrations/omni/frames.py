@@ -55,6 +55,11 @@ class Frame:
     _head: bytes
     _parts: list[tuple[int, torch.Tensor | NDArray[np.uint8]]]  # by their places
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether writing it waits for a GPU."""
+        return any(not isinstance(part, np.ndarray) and part.device.type != "cpu" for _, part in self._parts)
+
     def write_to(self, memory: torch.Tensor) -> None:
         """Writes it: the one copy, of tensors on a GPU as well.
 
