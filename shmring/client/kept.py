@@ -322,16 +322,12 @@ class KeptContents:
         self.life.check_alive()
         pin = self.end.use_pinned(key)
         if pin is None:
-            pin = await self._look_for(key)
+            place = await self._send(key, None)
+            try:
+                pin = self._found(await self._line.stay(place, self._unused))
+            finally:
+                del place
         return None if pin is None else self._handed_out(pin, payload_type)
-
-    async def _look_for(self, key: bytes, *, for_one: bool = False) -> Pin | None:
-        """Asks the engine whether content is there now."""
-        place = await self._send(key, None, for_one=for_one)
-        try:
-            return self._found(await self._line.stay(place, self._unused))
-        finally:
-            del place
 
     def find_nowait(self, key: bytes, payload_type: Any) -> Kept[Any] | None:
         """See :meth:`Client.find_nowait`; None: it is not pinned here. On any thread."""
@@ -392,21 +388,23 @@ class KeptContents:
 
     async def take(self, name: bytes, payload_type: Any, absent: Callable[[], object] | None) -> Kept[Any]:
         """See :meth:`shmring.client.deliveries.Deliveries.take`."""
-        if absent is not None:
-            pin = await self._look_for(name, for_one=True)
-            if pin is not None:
-                return self._handed_out(pin, payload_type)
-            absent()
         while True:  # another caller of this client may have taken it
             self.life.check_alive()
-            pin = self._found(await self._await_in_line(name, for_one=True))
+            pin = self._found(await self._await_in_line(name, for_one=True, absent=absent))
             if pin is not None:
                 return self._handed_out(pin, payload_type)
+            absent = None
 
-    async def _await_in_line(self, key: bytes, *, for_one: bool = False) -> Pin | NotKept:
+    async def _await_in_line(
+        self, key: bytes, *, for_one: bool = False, absent: Callable[[], object] | None = None
+    ) -> Pin | NotKept:
         """Waits for content, together with others that wait for the same. It has one more user then.
 
         What is held meanwhile: one of the keys that a client may wait for.
+
+        Args:
+            key, for_one: of the content.
+            absent: called when the engine has heard of it, if there is nothing yet.
         """
         await self._sending.writable()
         self.life.check_alive()
@@ -424,9 +422,26 @@ class KeptContents:
                 raise
         place = wait.line.enter()
         try:
+            if absent is not None:
+                await self._echo(key, wait, place, absent)
             return await wait.line.stay(place, self._unused, lambda _: self._left(wait))
         finally:
             del place
+
+    async def _echo(self, key: bytes, wait: _Wait, place: Place[Pin | NotKept], absent: Callable[[], object]) -> None:
+        """Asks for other content behind a question that waits: its answer comes behind what answers that at once."""
+
+        def echoed(echo: Place[_Answer]) -> None:
+            self._line.leave(echo, self._unused)
+            if not place.done():
+                absent()
+
+        try:
+            echo = await self._send(key, None)
+        except BaseException:
+            wait.line.leave(place, self._unused, lambda _: self._left(wait))
+            raise
+        echo.add_done_callback(echoed)
 
     def _left(self, wait: _Wait) -> None:
         """A caller waits no more. With the last one, the engine is told; it answers, too."""
