@@ -6,9 +6,8 @@ The shells themselves are the product's: they make these where they would make t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -23,17 +22,18 @@ from tests.simulation.scenario import Violation
 from tests.simulation.wire import Wire
 
 
-@contextlib.contextmanager
-def standing_on(module: ModuleType, **others: object) -> Iterator[None]:
-    """Lets a module of the product make these, by the names that it has for them."""
-    named = {name: getattr(module, name) for name in others}
-    try:
-        for name, other in others.items():
-            setattr(module, name, other)
-        yield
-    finally:
-        for name, real in named.items():
-            setattr(module, name, real)
+class standing_on:
+    """Lets a module of the product make these, by the names that it has for them. A class: worlds are made by the thousand."""
+
+    def __init__(self, module: ModuleType, **others: object) -> None:
+        self._names, self._others = vars(module), others
+        self._real = {name: self._names[name] for name in others}
+
+    def __enter__(self) -> None:
+        self._names.update(self._others)
+
+    def __exit__(self, *_: object) -> None:
+        self._names.update(self._real)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

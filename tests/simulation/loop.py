@@ -7,10 +7,9 @@ next of it runs, and whether a timer fires, is an action of the simulation. So w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import select
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
 from typing import Any, cast
 
@@ -18,6 +17,26 @@ from tests.model.inside import inner_of
 from tests.simulation.scenario import require
 
 NOBODY_KNOCKS = -1  # the descriptor of a listening socket: whoever comes, comes by an action
+
+
+class _Running:
+    """Of a loop; a class, as loops are entered some ten times in each action."""
+
+    __slots__ = ("_loop", "_outer")
+
+    def __init__(self, loop: SimulatedLoop) -> None:
+        self._loop = loop
+
+    def __enter__(self) -> None:
+        self._loop.is_touched = True
+        self._outer = asyncio._get_running_loop()
+        asyncio._set_running_loop(cast(Any, self._loop))
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        asyncio._set_running_loop(self._outer)
+        if kind is None:
+            self._loop.look()
+            self._loop._raise()
 
 
 class SimulatedLoop:
@@ -47,18 +66,9 @@ class SimulatedLoop:
 
     # -- for the simulation ------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> _Running:
         """What happens inside happens in this loop, as a callback of it that nobody waits for."""
-        self.is_touched = True
-        outer = asyncio._get_running_loop()
-        asyncio._set_running_loop(cast(Any, self))
-        try:
-            yield
-        finally:
-            asyncio._set_running_loop(outer)
-        self.look()
-        self._raise()
+        return _Running(self)
 
     def begin(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Makes a task, and runs it as far as it comes at once."""

@@ -36,14 +36,13 @@ class Midst:
         self._kind = Kind.CONNECT  # of the action
         self._code = Code(self.run_code) if scenario.in_code else None
 
-    @contextlib.contextmanager
-    def holding(self, kind: Kind, inside: Inside | None) -> Iterator[None]:
-        """This is to happen in the midst of what is called here."""
+    def hold(self, kind: Kind, inside: Inside | None) -> None:
+        """This is to happen in the midst of what is called until :meth:`let_go`."""
         self._kind, self._inside = kind, inside
-        try:
-            yield
-        finally:
-            self._inside = None
+
+    def let_go(self) -> None:
+        """Nothing more is to happen."""
+        self._inside = None
 
     @contextlib.contextmanager
     def offering(self, offers: bool) -> Iterator[None]:

@@ -184,15 +184,18 @@ class Simulation:
         self.trace.append(action)
         crash.note(action)
         self.disturbances += not DISTURBANCES.isdisjoint(action.kinds)
+        self.midst.hold(action.kind, action.inside)
         try:
-            with self.midst.holding(action.kind, action.inside):
-                _HAPPENINGS[action.kind](self, action)
+            _HAPPENINGS[action.kind](self, action)
+            self.midst.let_go()
             self._follow(is_cancelling=action.kind in CANCELLING)
         except Violation:
             raise
         except Exception as error:
             # Whatever a book raises here, it raises at an honest event: in the product it would end an engine or a client.
             raise Violation(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.midst.let_go()
 
     def _happen_inside(self, inside: Inside) -> None:
         _HAPPENINGS[inside.kind](self, Action(*inside[1:]))

@@ -94,18 +94,20 @@ def test_every_state_of_what_happens_in_the_midst_of_calls_is_sound(name: str) -
 
 def test_something_happens_in_the_midst_of_every_call_that_lets_it() -> None:
     """Else an action would say that it does, and nothing would be tried."""
-    happened: set[Kind] = set()
-    for seed in range(32):
+    unseen = {
+        Kind.REQUEST, Kind.REQUEST_NOW, Kind.SUBMIT, Kind.READ, Kind.TENSOR, Kind.CLAIM, Kind.REPLY, Kind.REPLY_NOW,
+        Kind.BROADCAST, Kind.TURN,
+    }  # fmt: skip
+    for seed in (28, 7, 5, 3, 2, 1, 0, *range(32)):  # the first of them are enough, as long as worlds are drawn as they are
         random = Random(seed)
         scenario = msgspec.structs.replace(Scenario.draw(random), looks=True, in_code=IN_CODE)
         with closing(Simulation(scenario)) as simulation:
             for _ in range(250):
                 simulation.happen(choose(random, simulation.enabled()))
-            happened.update(kind for kind, _ in simulation.midst.happened)
-    assert {
-        Kind.REQUEST, Kind.REQUEST_NOW, Kind.SUBMIT, Kind.READ, Kind.TENSOR, Kind.CLAIM, Kind.REPLY, Kind.REPLY_NOW,
-        Kind.BROADCAST, Kind.TURN,
-    } <= happened  # fmt: skip
+            unseen.difference_update(kind for kind, _ in simulation.midst.happened)
+        if not unseen:
+            return
+    raise AssertionError(f"nothing happens in the midst of {unseen}")
 
 
 # -- what is broken on purpose -------------------------------------------------------------------------------------------
