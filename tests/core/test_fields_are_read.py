@@ -8,6 +8,7 @@ file can hide a field that nobody reads. A new field usually has a new name.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,8 +35,13 @@ def fields() -> Iterator[Field]:
             yield from ((name, field.name) for field in msgspec.structs.fields(kind))
 
 
-def in_patterns(source: str) -> Iterator[Field]:
+@functools.cache
+def in_patterns(source: str) -> frozenset[Field]:
     """The fields that ``case Message(one, another)`` gives a name."""
+    return frozenset(_in_patterns(source)) if "case " in source else frozenset()
+
+
+def _in_patterns(source: str) -> Iterator[Field]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.MatchClass) and isinstance(node.cls, ast.Name):
             kind = getattr(messages, node.cls.id, None)
@@ -47,6 +53,8 @@ def in_patterns(source: str) -> Iterator[Field]:
 
 
 def is_an_attribute(message: str, field: str, source: str) -> bool:
+    if f".{field}" not in source:
+        return False  # which is found out in no time
     owner = r"[\w\])]" if re.search(rf"\b{message}\b", source) else rf"\b{message.lower()}"
     return re.search(rf"{owner}\.{field}\b(?!\s*=[^=])", source) is not None
 

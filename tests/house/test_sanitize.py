@@ -24,6 +24,8 @@ def test_whatever_is_named_is_there() -> None:
 
 
 def test_who_uses_a_compiled_module_is_run_or_left_out_for_a_reason() -> None:
-    users = {name for name, path in TESTS.items() if imports(path) & COMPILED_MODULES}
+    names = [module.rpartition(".")[2] for module in COMPILED_MODULES]  # only what has one of them is parsed
+    candidates = {name: path for name, path in TESTS.items() if any(map(path.read_text().__contains__, names))}
+    users = {name for name, path in candidates.items() if imports(path) & COMPILED_MODULES}
     assert len(users) > 20
     assert users - {*COMPILED, *LEFT_OUT} == set()
