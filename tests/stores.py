@@ -12,11 +12,11 @@ from shmring.processes.process import Process
 def store_pids(socket_dir: Path) -> list[int]:
     """Of the stores of a directory, and of the processes that start one."""
     found = []
-    for each in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (each / "cmdline").read_bytes().split(b"\0")
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
+            words = file.read().split(b"\0")
             if b"shmring.engine.store" in words and os.fsencode(socket_dir) in words:
-                found.append(int(each.name))
+                found.append(int(pid))
     return found
 
 

@@ -27,9 +27,11 @@ async def eventually(condition: Callable[[], Any], timeout: float = 30.0) -> Any
     """Polls until a condition is true, and returns what it said; fails when the time is up."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
+    pause_s = 0.002
     while not (result := condition()):
         assert loop.time() < deadline, f"not true within {timeout} s: {inspect.getsource(condition).strip()}"
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(pause_s)
+        pause_s = min(1.1 * pause_s, 0.02)  # what takes long is not looked for all the time, nor heard much later
     return result
 
 

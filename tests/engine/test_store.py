@@ -392,11 +392,14 @@ async def test_who_starts_a_store_in_vain_has_that_of_the_other_or_starts_anothe
         assert await coming == "s"
 
 
-async def test_a_store_whose_name_is_taken_says_so_by_its_exit_code(store: Any, socket_dir: Path) -> None:
+async def test_a_store_whose_name_is_taken_says_so_by_its_exit_code(
+    store: Any, fork: Any, nursery: Nursery, socket_dir: Path
+) -> None:
     await store()
-    with run_store(socket_dir) as process:
-        assert await asyncio.to_thread(process.wait, 120) == os.EX_TEMPFAIL
-        assert "is running already" in process.rest(60)
+    second = fork(_MODULE, "s", "--slab=4MiB", f"--socket-dir={socket_dir}")
+    await second.died()
+    assert nursery.exit_code_of(second) == os.EX_TEMPFAIL
+    assert "is running already" in second.output.read_text()
 
 
 async def test_who_stops_waiting_for_a_store_starts_none(socket_dir: Path, ends_stores: None) -> None:
