@@ -66,8 +66,10 @@ def demo() -> None:
 
     Ends with an error unless each altered copy finds its original, nothing was copied, and nothing is left behind.
     """
+    import openai  # noqa: F401 - which serving does not need: whoever has not installed it need not wait for torch
+
     click.echo("shmring demo: an engine and two frontends are started twice; this takes under a minute", err=True)
-    from shmring.frontend.demo import run_demo  # needs the openai client, which serving does not
+    from shmring.frontend.demo import run_demo
 
     raise SystemExit(run_demo())
 
