@@ -130,7 +130,7 @@ async def flood(client: shmring.Client) -> None:
 
 async def torn(client: shmring.Client) -> None:
     """On a connection of its own, whose ring it can write to byte by byte."""
-    engine = await attach_engine(attachment_of(client).path, Hello(PROTOCOL_VERSION, 65536, "torn"), frozenset({os.getuid()}))
+    engine = await attach_engine(attachment_of(client).place, Hello(PROTOCOL_VERSION, 65536, "torn"), frozenset({os.getuid()}))
     _, outgoing = map_rings(engine.ring_fds, engine.welcome.message_ring_nbytes)
     writer = RecordWriter(outgoing, engine.socket.fileno())
     writer.write(submit_of(None, None, epoch=engine.welcome.epoch, request_id=1))
