@@ -22,7 +22,7 @@ from tests.omni.conftest import NAME
 from tests.omni.test_connector import deliveries
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)  # a stage takes seconds to start on a busy machine, and there are a hundred
 
 _STAGE = """
 import sys
