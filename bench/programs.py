@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Self, TypeVar
@@ -26,6 +27,7 @@ from shmring.processes.process import Process
 _READY, _FAILED = b"ready", b"failed: "  # the second before a reason, where an answer would be
 _START_LIMIT_S = 900.0  # it imports vLLM, or SGLang, whose start takes 100 seconds of CPU
 _GRACE_S = 30.0  # Ray Serve takes some seconds to end
+_TIDYING_S = 5.0  # after it has ended, for what multiprocessing has started to remove shared memory
 _LAST_WORDS_NBYTES = 600
 
 _Answer = TypeVar("_Answer")
@@ -92,7 +94,11 @@ class Program:
             self._control.close()  # which ends it, if it waits for an order
             with contextlib.suppress(TimeoutError):
                 process.wait(_GRACE_S)
+            until_s = time.monotonic() + _TIDYING_S
             with contextlib.suppress(ProcessLookupError):
+                while time.monotonic() < until_s:
+                    os.killpg(process.pid, 0)  # is anybody there?
+                    time.sleep(0.02)
                 os.killpg(process.pid, signal.SIGKILL)
 
     def __enter__(self) -> Self:
