@@ -153,6 +153,7 @@ class _Search:
     def __init__(self, views: list[Any]) -> None:
         self._views = views
         self._own = {id(views)}  # lists of the search itself that refer to what is searched for, while they live
+        self._globals = {id(value) for module in list(sys.modules.values()) for value in list(vars(module).values())}
 
     def holders(self, view: object) -> str:
         """Names a few objects that refer to a view."""
@@ -165,7 +166,7 @@ class _Search:
         return ("; ".join(found[:_MOST_HOLDERS]) or "what Python does not see") + more
 
     def _held_by(self, thing: object, depth: int) -> list[str]:
-        found = [*_variables(thing), *_globals(thing)]
+        found = [*_variables(thing), *(_globals(thing) if id(thing) in self._globals else ())]
         if depth == _DEEPEST:
             return found
         referrers = gc.get_referrers(thing)
