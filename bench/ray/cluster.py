@@ -28,6 +28,7 @@ STORE_NBYTES = 3 << 29  # of each node: from 1 GB on, Ray's times are steady
 _SLAB_NBYTES = 1 << 29
 _MOST_CALLS = 1000
 _ENGINE = "bench"
+_CLOSED = "bench-closed"  # another one, to which no connection can be made
 _ZERO_COPY = {"env_vars": {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}}
 
 
@@ -72,6 +73,7 @@ class Caller:
         from shmring.integrations.ray import connect
 
         self._client = await connect(_ENGINE)
+        self._stored = await connect(_CLOSED)
         return self._client.is_near
 
     async def ask(self, way: str, nbytes: int, window: int, seconds: float) -> tuple[int, float]:
@@ -95,6 +97,9 @@ class Caller:
 
     async def shmring(self, tensor: Any) -> Any:
         return await self._client.request({"x": tensor})
+
+    async def object_store(self, tensor: Any) -> Any:
+        return await self._stored.request({"x": tensor})
 
     async def in_place(self, tensor: Any) -> Any:
         async with await self._client.slot(tensor.nbytes) as slot:
@@ -144,7 +149,9 @@ class Nodes:
         self._cluster.wait_for_nodes()
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
         on = {place: {"num_cpus": 0, "resources": {place: 1}, "max_concurrency": _MOST_CALLS} for place in ("same", "other")}
-        self._engine = EngineActor.options(resources={"same": 1}, num_cpus=0).remote(_ENGINE, handler, slab_nbytes=_SLAB_NBYTES)
+        there = EngineActor.options(resources={"same": 1}, num_cpus=0)
+        self._engine = there.remote(_ENGINE, handler, slab_nbytes=_SLAB_NBYTES)
+        self._closed = there.remote(_CLOSED, handler, slab_nbytes="16MiB", listen=None)
         self._plain = ray.remote(Plain).options(**on["same"]).remote()
         self._callers = {place: ray.remote(Caller).options(**options).remote(self._plain) for place, options in on.items()}
         self._others = {

@@ -56,7 +56,7 @@ __all__ = ["Asked", "Peer"]
 logger = logger_of("shmring.gateway")
 
 _TEXT_CHARACTERS = 4096  # of an error
-_SHARING = 4  # all far clients are one frontend: a client has a fourth of its requests in flight at most
+_SHARING, _FEW = 4, 64  # all far clients are one frontend: one has a fourth of its requests in flight at most, or 64
 _SKIPPED_NBYTES = 256 << 10  # of a body that is not wanted, at once
 
 #: How requests end without a reply of the engine's; the others end their connection.
@@ -293,7 +293,7 @@ class Peer:
 
 
 def _most_inflight(welcome: Welcome) -> int:
-    return -(-welcome.max_inflight // _SHARING)
+    return min(welcome.max_inflight, max(_FEW, welcome.max_inflight // _SHARING))
 
 
 def _failure(error: Exception) -> tuple[FailureKind, str, str]:

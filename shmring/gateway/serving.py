@@ -17,7 +17,7 @@ from shmring.ring.ring import Ring
 from shmring.ring.serving import create_shell
 from shmring.ring.shell import Shell
 
-__all__ = ["serve"]
+__all__ = ["open_gateway", "serve"]
 
 _Payload = TypeVar("_Payload")
 
@@ -95,7 +95,7 @@ def serve(
         ring: Ring[Any] = Ring(await create_shell(Shell, name, settled, payload_type=payload_type, calls=calls))
         if place is not None:
             try:
-                await _open_gateway(ring, *place, tls)
+                await open_gateway(ring, *place, tls)
             except BaseException:
                 await ring.close()
                 raise
@@ -104,7 +104,8 @@ def serve(
     return Opening(create)
 
 
-async def _open_gateway(ring: Ring[Any], host: str, port: int, token: bytes, tls: Tls) -> None:
+async def open_gateway(ring: Ring[Any], host: str, port: int, token: bytes, tls: Tls) -> Gateway:
+    """Has a ring listen, until it closes; arguments and errors are those of :meth:`Gateway.open`."""
     config = ClientConfig(socket_dir=ring.config.socket_dir, prefault=ring.config.prefault)
     names, options = settle(ring.name, None, None, "gateway")
     client = await open_client(Client, names, config, **options)
@@ -114,3 +115,4 @@ async def _open_gateway(ring: Ring[Any], host: str, port: int, token: bytes, tls
         await client.close()
         raise
     ring._listen(str(gateway.address), gateway.close)
+    return gateway

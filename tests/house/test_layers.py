@@ -69,6 +69,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *("shmring.engine.core", "shmring.engine.executors", "shmring.engine.executors.interface", "shmring.engine.scheduler"),
         *("shmring.engine.protocol", "shmring.engine.counted", "shmring.engine.metrics", "shmring.engine.settings"),
         "shmring.service",
+        *("shmring.gateway.gateway", "shmring.gateway.serving"),  # which lets clients on other nodes in
         "shmring.transport.liveness",  # it ends with its replica's process
         "shmring.memory.copying",  # what a stage of vLLM-Omni passes on is written in one piece
     ),

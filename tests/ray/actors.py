@@ -62,6 +62,10 @@ class Caller:
         self.client = await shmring.integrations.ray.connect(name, **options)
         return self.client.is_near
 
+    async def way(self) -> tuple[str | None, int]:
+        """How its engine is reached, and how often no connection could be made."""
+        return self.client.way, sum(connection.refused for connection in self.client.engines.values())
+
     async def pid(self) -> int:
         return os.getpid()
 

@@ -12,7 +12,10 @@ from bench.ray.cluster import Measurement, Order
 
 pytest.importorskip("ray")
 
-WAYS = {"same": ("shmring", "in place", "numpy", "torch", "connecting"), "other": ("shmring", "numpy", "torch", "connecting")}
+WAYS = {
+    "same": ("shmring", "in place", "numpy", "torch", "connecting"),
+    "other": ("shmring", "object store", "numpy", "torch", "connecting"),
+}
 
 
 @pytest.mark.timeout(300)

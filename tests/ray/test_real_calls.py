@@ -21,8 +21,14 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.fixture(scope="module", params=["shared memory", "connection", "object store"])
+def way(request: pytest.FixtureRequest) -> str:
+    """How the caller reaches the engine."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def engine(nodes: Nodes) -> Iterator[Any]:
+def engine(nodes: Nodes, way: str) -> Iterator[Any]:
     """Runs on node 1."""
 
     async def running() -> int:
@@ -32,20 +38,23 @@ def engine(nodes: Nodes) -> Iterator[Any]:
         return sum(ring.statistics().running for ring in rings)
 
     engine = EngineActor.options(**nodes.on(1)).remote(
-        "vision", handler, slab_nbytes="32MiB", max_inflight=8, calls={"double": double, "running": running}
-    )
+        "vision", handler, slab_nbytes="32MiB", max_inflight=8, calls={"double": double, "running": running},
+        **({"listen": None} if way == "object store" else {}),
+    )  # fmt: skip
     yield engine
     ray.kill(engine)
 
 
-@pytest.fixture(scope="module", params=["near", "far"])
-def caller(request: pytest.FixtureRequest, nodes: Nodes, engine: Any) -> Iterator[Any]:
-    is_near = request.param == "near"
+@pytest.fixture(scope="module")
+def caller(nodes: Nodes, engine: Any, way: str) -> Iterator[Any]:
+    is_near = way == "shared memory"
+    before = statistics(engine).clients
     caller = ray.remote(Caller).options(**nodes.on(1 if is_near else 0), max_concurrency=1000).remote()
-    assert ray.get(caller.connect.remote("vision", description=request.param)) is is_near
+    assert ray.get(caller.connect.remote("vision", description=way)) is is_near
+    assert ray.get(caller.way.remote()) == (way, way == "object store")
     yield caller
     ray.get(caller.close.remote())
-    until(lambda: statistics(engine).clients == 0)
+    until(lambda: statistics(engine).clients == before)
     ray.kill(caller)
 
 
@@ -241,7 +250,9 @@ def test_far_requests_stand_in_the_rings_books(nodes: Nodes, engine: Any) -> Non
     ray.kill(caller)
 
 
-def test_bytes_in_flight_are_bounded(nodes: Nodes, engine: Any) -> None:
+def test_bytes_in_flight_are_bounded(nodes: Nodes, engine: Any, way: str) -> None:
+    if way != "object store":
+        return  # the engine bounds them
     caller = ray.remote(Caller).options(**nodes.on(0), max_concurrency=1000).remote()
     ray.get(caller.connect.remote("vision", in_flight_nbytes="3MiB"))
     most, left = ray.get(caller.most_in_flight.remote({"do": "sum", "x": torch.ones(1 << 18)}, 20))

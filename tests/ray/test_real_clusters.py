@@ -40,7 +40,7 @@ def test_two_clusters_at_once_know_nothing_of_each_other(nodes: Nodes, ends: str
             assert told["sums"] == [7, 7]
             assert told["engine"] != pid
             statistics = ray.get(engine.statistics.remote())
-            assert (statistics.clients, statistics.submitted) == (2, 4)  # of both nodes, and nobody of the other cluster
+            assert (statistics.clients, statistics.submitted) == (3, 4)  # of both nodes, the gateway, and nobody else
         finally:
             if ends == "killed":
                 kill(other.pid, *told["processes"])

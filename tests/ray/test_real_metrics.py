@@ -88,7 +88,7 @@ def test_each_nodes_metrics_have_its_engines(nodes: Nodes) -> None:
 
     ring = "shmring_engine_ring_"
     wanted = {f"{ring}submitted_total": 9.0, f"{ring}running": 2.0, f"{ring}finished_total": 7.0}
-    numbers = until(lambda: said(0, "vision", **wanted, shmring_engine_up=1, shmring_engine_ring_clients=1))
+    numbers = until(lambda: said(0, "vision", **wanted, shmring_engine_up=1, shmring_engine_ring_clients=2))
     wanted = {"shmring_engine_finished_requests_total": 3.0, "shmring_request_queue_time_seconds_count": 3.0}
     encoder = until(lambda: said(1, "encoder", **wanted, shmring_engine_up=1))
     assert {of for _, of in scraped(0, nodes)} == {"vision"}

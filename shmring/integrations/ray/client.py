@@ -23,7 +23,7 @@ from shmring.client.routing import EngineLoad
 from shmring.config import ClientConfig, configured
 from shmring.door import check_key, check_name, check_retry, count_of, names_of, parse_nbytes, seconds_of, timeout_of
 from shmring.errors import EngineDeadError, LocalProtocolError, WouldBlock, fresh
-from shmring.integrations.ray.connection import Connection, Settings, Way
+from shmring.integrations.ray.connection import Connection, HowItGoes, Settings, Way
 from shmring.integrations.ray.connections import Connections
 from shmring.integrations.ray.directory import is_pattern
 from shmring.integrations.ray.engine import UnknownClientError
@@ -87,6 +87,16 @@ class Client:
         if not attached:
             raise EngineDeadError("none of the engines is attached; the next call looks them up again")
         return any(connection.is_near for connection in attached)
+
+    @property
+    def way(self) -> HowItGoes:
+        """How requests go to the only engine now: by ``"shared memory"``; over a ``"connection"`` from another node; or, where
+        none can be made, through Ray's ``"object store"``. None: it is not attached.
+
+        Raises:
+            ValueError: there are several: each of :attr:`engines` has its own.
+        """
+        return self._connections.the_only("a way").way
 
     @property
     def near(self) -> shmring.Client:

@@ -30,6 +30,7 @@ __all__ = ["Connection", "Looks", "Settings", "Way"]
 logger = logger_of("shmring.ray")
 
 Way: TypeAlias = "shmring.Client | FarClient"
+HowItGoes: TypeAlias = Literal["shared memory", "connection", "object store"] | None
 Looks: TypeAlias = Literal["when used", "always", "for a while"]
 
 _STORE_SHARE = 4  # each client keeps a fourth of the smaller of the two stores in flight: several clients share a store
@@ -70,6 +71,7 @@ class Connection:
         name: as given.
         ring: the name of its ring, if it was ever attached; errors and slots of the ring have that.
         node: Ray's id of the node where it is, or was last; empty: it was never attached.
+        refused: how often an engine on another node could not be reached by a connection, so that Ray's object store was used.
         lost_error: why the last engine went away, or why it can't be attached, as far as it is known.
     """
 
@@ -85,6 +87,7 @@ class Connection:
         self.name = name
         self.ring = ""
         self.node = ""
+        self.refused = 0
         self.lost_error: Exception | None = None
         self._settings = settings
         self._looks = looks
@@ -118,6 +121,16 @@ class Connection:
         if way is None:
             raise EngineDeadError(f"engine {self.name!r} has died; the next call looks it up again", engine=self.name)
         return not isinstance(way, FarClient)
+
+    @property
+    def way(self) -> HowItGoes:
+        """How requests go to the engine that is attached now; None: none is."""
+        way = self.now()
+        if way is None:
+            return None
+        if isinstance(way, FarClient):
+            return "object store" if way.connection is None else "connection"
+        return "shared memory"
 
     @property
     def near(self) -> shmring.Client:
@@ -266,7 +279,9 @@ class Connection:
         if max_nbytes is None:
             here_nbytes = await asyncio.to_thread(store_nbytes, node_id())
             max_nbytes = max(_LEAST_FLIGHT_NBYTES, min(here_nbytes, where.store_nbytes) // _STORE_SHARE)
-        return await FarClient.enter(self.name, actor, where, max_nbytes, self._settings.description)
+        client = await FarClient.enter(self.name, actor, where, max_nbytes, self._settings.description)
+        self.refused += client.connection is None
+        return client
 
     def lose(self, way: Way, error: Exception) -> None:
         """The engine at the end of a way has died, as this error says: so do all requests that are on it."""

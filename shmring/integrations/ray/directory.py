@@ -56,6 +56,7 @@ class Where(msgspec.Struct, frozen=True):
         process: where it runs.
         max_inflight, max_tensors, max_payload_nbytes, max_values: bounds of its ring, for requests.
         store_nbytes: the size of Ray's object store on its node.
+        address: where clients on other nodes connect to; empty: nowhere. Who enters is told a token for it.
     """
 
     node: str
@@ -67,6 +68,7 @@ class Where(msgspec.Struct, frozen=True):
     max_payload_nbytes: int
     max_values: int
     store_nbytes: int
+    address: str = ""
 
 
 def actor_name(name: str) -> str:

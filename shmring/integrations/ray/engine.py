@@ -1,8 +1,10 @@
 """The engine's side: a Ray actor that hosts a ring.
 
 Theory of operation: the actor's loop has the ring. Clients on its node connect to its socket, without Ray. Each client on
-another node has an injector of the ring (:meth:`shmring.Ring.injector`). A call of the actor is a request there; another one
-aborts it, also if it comes first. Errors of requests travel as values beside the replies, so that they arrive as what they are.
+another node is told a token of its own, by which it connects to the ring's gateway (:mod:`shmring.gateway`). For those that
+can't connect, it has an injector of the ring (:meth:`shmring.Ring.injector`): a call of the actor is a request there; another
+one aborts it, also if it comes first. Errors of requests travel as values beside the replies, so that they arrive as what they
+are.
 
 A client's *lifeline* is a reference that belongs to its process, and that is never fulfilled. Ray tells whoever waits for it
 when that process has died; then the client's requests are aborted.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any
@@ -25,7 +28,7 @@ import ray
 
 import shmring
 from shmring.core.loggers import logger_of
-from shmring.door import parse_nbytes, timeout_of, validate_name
+from shmring.door import listening_place_of, parse_nbytes, timeout_of, validate_name
 from shmring.engine.core import EngineCore
 from shmring.engine.counted import EngineNumbers
 from shmring.engine.executors import create_executor
@@ -33,6 +36,8 @@ from shmring.engine.executors.interface import ExecutorOptions
 from shmring.engine.metrics import EngineMetrics
 from shmring.engine.scheduler import SchedulerConfig
 from shmring.errors import EngineDeadError, ShmringError
+from shmring.gateway.gateway import Gateway
+from shmring.gateway.serving import open_gateway
 from shmring.integrations.ray.directory import NAMESPACE, Load, Where, actor_name, node_id, store_nbytes
 from shmring.integrations.ray.metrics import keep_reporting
 from shmring.integrations.ray.wire import Call, Sent, to_call, to_sent
@@ -46,6 +51,8 @@ logger = logger_of("shmring.ray")
 
 #: Calls that an engine carries out at a time, each of which may be a request, and one for each client on another node.
 _MAX_CALLS = 10_000
+
+_TOKEN_NBYTES = 32
 
 _MAX_GIVEN_UP = 10_000  # requests: most of them are over, and were when their client gave them up
 
@@ -69,12 +76,16 @@ class HostedEngine:
         self._name = name
         self._node = node_id()
         self._injectors: dict[str, Injector] = {}
+        self._gateway: Gateway | None = None
+        self._tokens: dict[str, bytes] = {}  # by client
         self._far: dict[tuple[str, int], Injected] = {}  # by client and its number of the request
         self._given_up: OrderedDict[tuple[str, int], None] = OrderedDict()  # before they have come, or when they were over
         self._watching: set[asyncio.Task[None]] = set()
         self._core: EngineCore | None = None
         self._is_draining = False
         self._end_with_raylet()
+        host = ray.util.get_node_ip_address()
+        listen = options.pop("listen", f"[{host}]:0" if ":" in host else f"{host}:0")
         ring_name = f"ray-{self._node[:_NODE_CHARACTERS]}-{name}"
         options.setdefault("socket_dir", f"/tmp/shmring-{os.getuid()}")  # of all processes, whatever their environment says
         if handler is not None:
@@ -86,6 +97,7 @@ class HostedEngine:
             core = self._core = await self._make_core(ring_name, executor, options)
             self._ring = core.ring
             running = core.run()
+        await self._listen(listen)
         config = self._ring.config
         self._where = Where(
             node=self._node,
@@ -97,9 +109,23 @@ class HostedEngine:
             max_payload_nbytes=parse_nbytes(config.max_payload_nbytes),
             max_values=config.max_values,
             store_nbytes=await asyncio.to_thread(store_nbytes, self._node),
+            address=self._ring.address,
         )
         self._start(self._run(running))
         self._start(keep_reporting({"node": self._node, "engine": name}, self._numbers))
+
+    async def _listen(self, place: str | None) -> None:
+        """Lets clients on other nodes connect. As Ray's own connections, these are not encrypted."""
+        if place is None:
+            return
+        try:
+            self._gateway = await open_gateway(
+                self._ring, *listening_place_of(place, "listen"), secrets.token_bytes(_TOKEN_NBYTES), "off"
+            )
+        except OSError as error:
+            logger.warning(
+                "engine %r can't listen at %s, and clients on other nodes use the object store: %s", self._name, place, error
+            )
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -186,17 +212,23 @@ class HostedEngine:
         """A lifeline: its reference belongs to the client that has called this, and is never fulfilled."""
         await asyncio.Event().wait()
 
-    async def enter(self, client: str, description: str, lifeline: list[Any]) -> Load:
+    async def enter(self, client: str, description: str, lifeline: list[Any]) -> tuple[Load, bytes]:
         """A client begins.
 
         Args:
             client: by which its calls name it.
             description: for the log.
             lifeline: the reference, in a list: as an argument of its own, Ray would wait for it before calling.
+
+        Returns:
+            What the engine has to do, and the token by which this client may connect.
         """
+        token = self._tokens[client] = secrets.token_bytes(_TOKEN_NBYTES)
+        if self._gateway is not None:
+            self._gateway.admit(token)
         self._injectors[client] = self._ring.injector(description)
         self._start(self._watch(client, lifeline[0]))
-        return self._load(client)
+        return self._load(client), token
 
     async def _watch(self, client: str, lifeline: Any) -> None:
         with contextlib.suppress(ray.exceptions.RayError, asyncio.CancelledError):  # whatever it is, the client has gone
@@ -208,6 +240,9 @@ class HostedEngine:
         injector = self._injectors.pop(client, None)
         if injector is not None:
             injector.close()
+            token = self._tokens.pop(client)
+            if self._gateway is not None:
+                self._gateway.dismiss(token)
 
     async def abort(self, client: str, number: int) -> None:
         """Aborts a request, also one that has not come yet.
@@ -333,7 +368,8 @@ class Engines:
             handler: a coroutine function, called with each claim (:meth:`shmring.Ring.run`).
             executor: instead of that: the name of an executor of shmring's engine, or ``module:Class``.
             options: with a handler, ``max_concurrency``; with an executor, ``executor_options``, ``scheduler`` and what
-                ``EngineCore.create`` takes; and arguments of :func:`shmring.serve`.
+                ``EngineCore.create`` takes; and arguments of :func:`shmring.serve`, without ``token`` and ``tls``. Without
+                ``listen``, it is the node's address and any port; with None, clients on other nodes use the object store.
 
         Returns:
             The actor's handle: the engine ends when the last one is gone, unless it is detached.

@@ -1,10 +1,14 @@
-"""A client whose engine is on another node: its requests are calls of the engine's actor.
+"""A client whose engine is on another node: its requests go over a connection, or are calls of the engine's actor.
 
-Theory of operation: a payload becomes a :class:`~shmring.memory.bundles.Bundle`. Ray moves it to the engine's node in its
-object store, without pickling tensors, and the engine views it there. Replies come in the same way. Small ones of both travel
-with the call (``wire.py``). How many bytes are on their way is bounded here (``flight.py``). A task for each request reads what
-comes, so that a caller that is cancelled loses no reply, and a request that is dropped ends. Giving a request up is a call of
-its own: Ray's cancellation may overtake what it cancels, and is then tried again seconds later, or never.
+Theory of operation: who enters is told a token by the actor, and requests go over a connection straight into slots of the
+engine (:mod:`shmring.client.far_session`). If no connection can be made, requests are calls of the actor. So are requests with
+a deadline, which is a time of this machine's clock: the actor is told how much time is left.
+
+Of such a call, the payload becomes a :class:`~shmring.memory.bundles.Bundle`. Ray moves it to the engine's node in its object
+store, without pickling tensors, and the engine views it there. Replies come in the same way. Small ones of both travel with the
+call (``wire.py``). How many bytes are on their way is bounded here. A task for each request reads what comes, so that a caller
+that is cancelled loses no reply, and a request that is dropped ends. Giving a request up is a call of its own: Ray's
+cancellation may overtake what it cancels, and is then tried again seconds later, or never.
 
 With each reply, the engine says its load. What Ray says of a call becomes the error that a client of the ring would get
 (:func:`_translated`).
@@ -23,7 +27,7 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import ray
@@ -39,13 +43,24 @@ from ray.exceptions import (
     TaskCancelledError,
 )
 
+import shmring
 from shmring.cancellation import uninterrupted
 from shmring.client.counters import ClientCounters
 from shmring.client.far_submission import FarSubmission
 from shmring.client.flight import Flight
 from shmring.client.routing import EngineLoad, LoadEstimate
+from shmring.core.loggers import logger_of
 from shmring.engine.protocol import EncodeRequest, GenerateRequest
-from shmring.errors import AbortedError, CapacityError, ClosedError, EngineDeadError, RemoteError, WouldBlock, fresh
+from shmring.errors import (
+    AbortedError,
+    CapacityError,
+    ClosedError,
+    EngineDeadError,
+    RemoteError,
+    RemoteProtocolError,
+    WouldBlock,
+    fresh,
+)
 from shmring.integrations.ray.directory import Load, Where, membership
 from shmring.integrations.ray.wire import SMALL_NBYTES, Call, size_of, to_frame, to_outcome
 from shmring.memory.bundles import Bundle, bundle
@@ -54,10 +69,14 @@ from shmring.statistics import ClientStatistics
 
 __all__ = ["NOTHING", "FarClient"]
 
+logger = logger_of("shmring.ray")
+
 #: Statistics where no engine is attached.
 NOTHING = ClientStatistics(
     **dict.fromkeys((field.name for field in dataclasses.fields(ClientStatistics)), 0) | {"connected": False}  # type: ignore[arg-type]
 )
+
+_CONNECT_S = 5.0  # for an engine that has just said where it listens
 
 _THREAD_NBYTES = 1 << 20  # a longer copy into the object store is made beside the loop; it takes seconds if the store is full
 
@@ -78,6 +97,7 @@ class FarClient:
     Attributes:
         flight: what is in flight.
         is_draining: whether the engine drains, so that new requests should go to other engines.
+        connection: by which requests go; None: the object store's are used.
     """
 
     def __init__(self, name: str, actor: Any, where: Where, max_nbytes: int) -> None:
@@ -98,6 +118,7 @@ class FarClient:
         self._loads = 0  # how often it was
         self._estimate = LoadEstimate(_PATIENCE_S)
         self._asking_load: asyncio.Task[None] | None = None
+        self.connection: shmring.Client | None = None
 
     @classmethod
     async def enter(cls, name: str, actor: Any, where: Where, max_nbytes: int, description: str) -> FarClient:
@@ -109,7 +130,9 @@ class FarClient:
         client = cls(name, actor, where, max_nbytes)
         client._lifeline = actor.hold.remote()
         try:
-            client._heard(await actor.enter.remote(client._id, description, [client._lifeline]))
+            load, token = await actor.enter.remote(client._id, description, [client._lifeline])
+            client._heard(load)
+            await client._connect(token, description)
         except BaseException as error:
             with contextlib.suppress(RayError):  # it may have entered
                 actor.leave.remote(client._id)
@@ -118,6 +141,17 @@ class FarClient:
                 raise client._translated(error) from error
             raise
         return client
+
+    async def _connect(self, token: bytes, description: str) -> None:
+        address = self._where.address
+        if not address:
+            return
+        try:
+            self.connection = await shmring.connect(
+                address, token=token, tls="off", description=description, connect_timeout_s=_CONNECT_S
+            )
+        except (EngineDeadError, RemoteProtocolError, OSError) as error:
+            logger.warning("engine %r can't be reached at %s, and Ray's object store is used: %s", self._name, address, error)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -136,6 +170,8 @@ class FarClient:
         self.flight.check_open()
         self._check_membership()
         payload, deadline = _without_deadline(payload)
+        if self.connection is not None and deadline is None:
+            return cast(FarSubmission, await self.connection.submit(payload, **told))
         packed = self._pack(payload)
         nbytes = size_of(packed)
         is_small = nbytes < SMALL_NBYTES
@@ -257,14 +293,17 @@ class FarClient:
 
     def abort(self, names: Iterable[str]) -> int:
         """See :meth:`Client.abort`."""
+        names = set(names)
         submissions = [submission for submission in self._calls if submission.name in names]
         for submission in submissions:
             submission.abort()
-        return len(submissions)
+        return len(submissions) + (0 if self.connection is None else self.connection.abort(names))
 
     async def call(self, method: str, arguments: tuple[object, ...]) -> Any:
         """See :meth:`Client.call`."""
         self._check_membership()
+        if self.connection is not None:
+            return await self.connection.call(method, *arguments)
         try:
             result, error = await self._actor.call.remote(method, arguments)
         except RayError as ray_error:
@@ -279,13 +318,16 @@ class FarClient:
         """Returns the engine's load, as it was said last, with what this client has sent since. If that is long ago, the
         engine is asked, for the next time."""
         loop = asyncio.get_running_loop()
+        own = self.flight.requests + self.flight.waiting
+        if self.connection is not None:
+            own += sum(each.statistics().in_flight for each in self.connection.engines.values())
         if self._asking_load is None and loop.time() - self._load_s > _LOAD_S:
             self._asking_load = loop.create_task(self._ask_load())
         in_flight, waiting, _ = self._load
         return self._estimate.look(
             published=in_flight,
             waiting=waiting,
-            own=self.flight.requests + self.flight.waiting,
+            own=own,
             unread_nbytes=self._asking_load is not None,
             taken_nbytes=self._loads,
             now=loop.time(),
@@ -310,12 +352,12 @@ class FarClient:
     @property
     def connected(self) -> bool:
         """Whether the engine is not known to have gone, and this client is open."""
-        return self.flight.why_closed is None
+        return self.flight.why_closed is None and (self.connection is None or self.connection.connected)
 
     @property
     def why_closed(self) -> Exception | None:
         """The error that it was closed with."""
-        return self.flight.why_closed
+        return self.flight.why_closed or (None if self.connection is None else self.connection.lost_error)
 
     def why_not_sent(self) -> str:
         """Says for what an unsent request is waiting."""
@@ -327,7 +369,8 @@ class FarClient:
     def statistics(self) -> ClientStatistics:
         """Returns gauges and counters. It has no slots; copies are those into Ray's object store."""
         gauges = {"connected": self.connected, "in_flight": self.flight.requests, "waiting": self.flight.waiting}
-        return dataclasses.replace(NOTHING, **gauges, **self._counters.as_dict())  # type: ignore[arg-type]  # as their names say
+        own = dataclasses.replace(NOTHING, **gauges, **self._counters.as_dict())  # type: ignore[arg-type]  # as their names say
+        return own if self.connection is None else ClientStatistics.total([own, self.connection.statistics()])
 
     async def close(self, why: Exception | None = None) -> None:
         """Ends what is in flight, and says goodbye. A second call does nothing.
@@ -339,6 +382,8 @@ class FarClient:
             return
         error = ClosedError("the client was closed") if why is None else why
         self.flight.close(error)
+        if self.connection is not None:
+            await self.connection.close()
         with contextlib.suppress(RayError, EngineDeadError):  # the engine may have gone
             self._check_membership()
             self._actor.leave.remote(self._id)
