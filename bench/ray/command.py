@@ -110,8 +110,8 @@ PLAN = Plan(
     targets=TARGETS,
     title=lambda case: f"{case.place} node, {case.title}",
     notes=[
-        f"A Ray cluster of two nodes on this machine, with object stores of {format_nbytes(STORE_NBYTES)}. An engine and a plain"
-        " async actor run on one of them. A caller on each node asks both, with the same tensor. shmring: a tensor of the "
+        f"A Ray cluster of two nodes on this machine, with object stores of {format_nbytes(STORE_NBYTES)}. An engine and a "
+        "plain async actor run on one of them. A caller on each node asks both, with the same tensor. shmring: a tensor of the "
         "caller's, copied once; from the other node, over a connection. object store: an engine that does not listen. in place:"
         " a slot of the slab, of which one number is written. numpy, torch: the actor is called with a numpy array, which Ray "
         "does not pickle, or with the tensor. torch zero copy: with the tensor, by a caller with "
