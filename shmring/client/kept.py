@@ -550,7 +550,7 @@ class KeptContents:
             raise WouldBlock(_ENDS)
         copied: ClientSlotRecord | None = None
         packed = None if for_one and slot is None else self.end.pack(payload)
-        if packed is None or not self._can_keep(packed) or (slot is not None and packed.slots[0] is not slot._record):
+        if packed is None or not self._can_keep(packed) or (slot is not None and not self._can_give_away(slot, packed)):
             packed = self.end.pack_apart(payload)
             if not packed.copied_nbytes:
                 raise ValueError("content that is kept has a tensor in it; there is none in this payload that has bytes")
@@ -600,6 +600,10 @@ class KeptContents:
             return False
         record: ClientSlotRecord = packed.slots[0]
         return record.is_submittable() and record.lease is not None and record.offset < self.life.welcome.slab_nbytes
+
+    def _can_give_away(self, slot: Slot, packed: Packed) -> bool:
+        """Whether a delivery may be the slot itself: it lies there, and no thread may go on writing when the slot was left."""
+        return packed.slots[0] is slot._record and not slot._drain
 
     def _check_payload(self, payload: bytes) -> None:
         capacity = min(MAX_KEPT_PAYLOAD_NBYTES, self.life.welcome.max_record_nbytes - _KEEP_NBYTES)
@@ -804,10 +808,9 @@ class KeptContents:
 
     def slot_views_gone(self, record: ClientSlotRecord) -> None:
         """The last view of a slot that is kept, and was left, has died."""
-        pin = self._pins.get(record.generation)
-        if pin is not None:  # otherwise it was delivered
-            pin.leave()
-            self._forget_unused(pin)
+        pin = self._pins[record.generation]
+        pin.leave()
+        self._forget_unused(pin)
 
     def views_gone(self, generation: int) -> None:
         """The last view of one caller of a content has died."""

@@ -334,7 +334,7 @@ cdef class BaseSlot:
     cdef Region _lent_region  # that it is lent in device memory, and whoever lends it leaves; None: it is in host memory
     cdef Lent* _region        # NULL: left, or in device memory
     cdef uint64_t _address
-    cdef bint _drain
+    cdef readonly bint _drain  # whether its memory stays until its last view has died
 
     def __init__(self, ClientEnd end not None, ClientSlotRecord record not None, address: int, drain: bool) -> None:
         self._end = end

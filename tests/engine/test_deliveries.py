@@ -146,9 +146,15 @@ async def test_views_of_a_slot_that_drains_outlive_its_delivery(ring: Ring, ends
     view = slot.tensor((SIZE,), torch.uint8)
     view.fill_(1)
     await sender.deliver(name("a"), {"frame": view}, timeout=LIMIT_S, slot=slot)
-    assert await taken(taker.take(name("a"))) == 1
+    with pytest.raises(shmring.ClosedError):
+        slot.tensor((1,), torch.uint8)
+    with await taker.take(name("a")) as kept:
+        view.fill_(9)
+        assert int(kept.payload["frame"].sum()) == SIZE, "who may go on writing writes into what was taken"
     await nothing_is_left(ring)
+    assert sender._client.statistics().slots_in_use == 1
     del view
+    await eventually(lambda: sender._client.statistics().slots_in_use == 0)
     await sender.deliver(name("a"), frame(2), timeout=LIMIT_S)
     assert await taken(taker.take(name("a"))) == 2
     assert sender._client.connected
