@@ -21,7 +21,7 @@ logger = logger_of("shmring.ring")
 
 _LOOK_S = 5.0  # between two looks
 _UNTAKEN_S = 900.0  # an inference server has failed the request that it belongs to long before
-_ALONE_S = 60.0  # the same, if its sender has gone
+_ALONE_S = 60.0  # since its sender has gone
 
 
 class Untaken:
@@ -36,7 +36,7 @@ class Untaken:
         self._life = life
         self._book = book
         self._carry_out = carry_out
-        self._since_s: dict[int, float] = {}  # when each was seen first, by generation
+        self._since_s: dict[tuple[int, bool], float] = {}  # when each was seen so first: generation, and if its sender has gone
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
@@ -52,9 +52,11 @@ class Untaken:
     def _look(self) -> None:
         self._timer = None
         if not (self._life.home.is_closed or self._life.home.forked):
-            self.drop_old(self._life.loop.time())
-            if self._since_s:
-                self.begin()
+            try:
+                self.drop_old(self._life.loop.time())
+            finally:
+                if self._since_s:
+                    self.begin()
 
     def drop_old(self, now_s: float) -> None:
         """Drops what nobody has taken for long.
@@ -63,12 +65,14 @@ class Untaken:
             now_s: the time of the loop.
         """
         book = self._book
-        self._since_s = {kept.generation: self._since_s.get(kept.generation, now_s) for kept in book.untaken()}
+        before_s, self._since_s = self._since_s, {}
         old = set()
-        for generation, since_s in self._since_s.items():
-            sender = book.clients.get(generation >> GENERATION_BITS)
-            if now_s - since_s >= (_ALONE_S if sender is None or not sender.connected else _UNTAKEN_S):
-                old.add(generation)
+        for kept in book.untaken():
+            sender = book.clients.get(kept.generation >> GENERATION_BITS)
+            seen = kept.generation, sender is None or not sender.connected
+            since_s = self._since_s[seen] = before_s.get(seen, now_s)
+            if now_s - since_s >= (_ALONE_S if seen[1] else _UNTAKEN_S):
+                old.add(kept.generation)
         if old:
-            logger.warning("deliveries that nobody has taken in time were dropped: %d", len(old))
             self._carry_out(book.drop_untaken(old))
+            logger.warning("deliveries that nobody has taken in time were dropped: %d", len(old))

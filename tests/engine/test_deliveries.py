@@ -222,9 +222,10 @@ async def test_what_the_dead_have_delivered_can_be_taken_for_a_while(
     sender = Deliveries(dying)
     for text in ("a", "b"):
         await sender.deliver(name(text), frame(6), timeout=LIMIT_S)
+    untaken = ring._shell.untaken
+    untaken.drop_old(-_ALONE_S)  # they lie there for as long as that before their sender dies
     ring._shell._frontends[dying.client_id].died()
     await turns()
-    untaken = ring._shell.untaken
     untaken.drop_old(0.0)
     untaken.drop_old(_ALONE_S - 1)
     assert await taken(taker.take(name("a"))) == 6
@@ -248,6 +249,36 @@ async def test_what_nobody_takes_is_dropped_in_the_end(
     untaken.drop_old(began_s + _UNTAKEN_S)
     await nothing_is_left(ring)
     await eventually(lambda: untaken._timer is None)
+
+
+async def test_what_is_dropped_has_gone_when_the_log_says_so_and_others_are_looked_at(
+    ring: Ring, ends: list[Deliveries], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, taker, _ = ends
+    untaken, book = ring._shell.untaken, ring._shell._book
+    for text in ("a", "b"):
+        await sender.deliver(name(text), frame(1), timeout=LIMIT_S)
+        untaken.drop_old(asyncio.get_running_loop().time() - _UNTAKEN_S / 2)
+    there_when_said: list[int] = []
+    monkeypatch.setattr("shmring.ring.untaken.logger.warning", lambda *_: there_when_said.append(len(book.untaken())))
+    untaken.drop_old(asyncio.get_running_loop().time() + _UNTAKEN_S / 2)
+    assert there_when_said == [0]
+
+    def fail(effects: object) -> None:
+        raise MemoryError
+
+    await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)
+    untaken.drop_old(asyncio.get_running_loop().time() - _UNTAKEN_S)
+    await sender.deliver(name("b"), frame(2), timeout=LIMIT_S)
+    assert untaken._timer is not None
+    untaken._timer.cancel()
+    with monkeypatch.context() as patch:
+        patch.setattr(untaken, "_carry_out", fail)
+        with pytest.raises(MemoryError):
+            untaken._look()
+    assert untaken._timer is not None, "nobody looks again"
+    assert await taken(taker.take(name("b"))) == 2
+    await nothing_is_left(ring)
 
 
 async def test_what_is_delivered_is_looked_at_until_it_has_gone(
