@@ -637,8 +637,8 @@ cdef class EngineBook:
         """A client hands a slot over, to be kept and pinned for it. Of two contents with one key, the first is kept, and both
         clients get that. Clients that wait for the key have it from now on, in the order in which they began to wait.
 
-        A delivery is not pinned for its client. The first client that waits for its name takes it, and one of this name that
-        nobody has taken goes.
+        A delivery is not pinned for its client. The first client that waits for its name takes it. It replaces one of this name
+        that nobody has taken, which goes, unless the new one is not kept.
 
         Args:
             content: its payload was checked.
@@ -649,7 +649,7 @@ cdef class EngineBook:
         cdef ClientRecord client = self._connected(client_id)
         cdef SlotNumbers numbers
         cdef EngineSlotRecord record
-        cdef KeptRecord kept
+        cdef KeptRecord kept, replaced
         cdef list effects
         _read_slots((content,), &numbers)
         record = self._publish(client, &numbers, client.last_generation)
@@ -660,20 +660,20 @@ cdef class EngineBook:
         record.lease.new_moments = 0
         key = _booked(content.key, content.for_one)
         kept = self.kept.by_key.get(key)
-        if kept is not None and content.for_one:
-            self._unpin(kept)
-            kept = None
-        reason = self._why_not_kept(client, record, kept, content.for_one)
+        kept, replaced = (None, kept) if content.for_one else (kept, None)
+        reason = self._why_not_kept(client, record, kept, content.for_one, replaced)
         if reason is not None or kept is not None:
             record.lease.live.give(record.start, record.blocks)
             effects = [Released(client_id, (record.generation,))]
             if reason is not None:
                 self.kept.refusals += 1
                 effects.append(Answered(client_id, NotKept(content.token, reason)))
-                return self._served(effects)
+                return effects
             self._pin(client, kept)
             effects.append(Answered(client_id, _found(content.token, kept)))
             return effects
+        if replaced is not None:
+            self._unpin(replaced)
         while self.kept.must_give(record.blocks):
             self.host.evict(<KeptRecord>next(iter(self.kept.unpinned.values())), True)
         kept = KeptRecord.__new__(KeptRecord)
@@ -723,8 +723,14 @@ cdef class EngineBook:
                 self._unpin(kept)
         return self._served([])
 
-    cdef str _why_not_kept(self, ClientRecord client, EngineSlotRecord slot, KeptRecord there, bint for_one):
-        """Returns why a slot is not kept, for the message; None: it is kept, or there is other content with the key already."""
+    cdef str _why_not_kept(
+        self, ClientRecord client, EngineSlotRecord slot, KeptRecord there, bint for_one, KeptRecord replaced
+    ):
+        """Returns why a slot is not kept, for the message; None: it is kept, or there is other content with the key already.
+
+        Args:
+            replaced: the delivery that goes if this one is kept; None: none does.
+        """
         if self._is_draining:
             return "ends"
         if there is None and slot.blocks > min(self.kept.max_blocks, self._most_pinned_blocks):
@@ -733,7 +739,7 @@ cdef class EngineBook:
             return "pins"
         if there is not None:
             return None
-        if self.host.is_wanted(slot.start, slot.blocks) or not self.kept.may_keep(slot.blocks):
+        if self.host.is_wanted(slot.start, slot.blocks) or not self.kept.may_keep(slot.blocks, replaced):
             return "full"
         return None
 

@@ -138,11 +138,14 @@ cdef class KeptBook:
             del self.waits[key]
         return 0
 
-    cdef bint may_keep(self, uint64_t blocks) except -1:
-        """Whether so many more blocks can be kept, if all unpinned content is dropped."""
-        if <uint64_t>(len(self.by_generation) - len(self.unpinned)) >= self.max_kept:
-            return False
-        return self.blocks - self.unpinned_blocks + blocks <= self.max_blocks
+    cdef bint may_keep(self, uint64_t blocks, KeptRecord replaced) except -1:
+        """Whether so many more blocks can be kept, if all unpinned content is dropped, and a delivery that these replace."""
+        cdef uint64_t pinned = len(self.by_generation) - len(self.unpinned)
+        cdef uint64_t pinned_blocks = self.blocks - self.unpinned_blocks
+        if replaced is not None:
+            pinned -= 1
+            pinned_blocks -= replaced.blocks
+        return pinned < self.max_kept and pinned_blocks + blocks <= self.max_blocks
 
     cdef bint must_give(self, uint64_t blocks) except -1:
         """Whether content has to be dropped before so many more blocks are kept."""

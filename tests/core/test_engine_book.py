@@ -509,6 +509,27 @@ STORIES = {
         1 delivers 5@3 as b -> 1 has b at 3+1
         1 delivers 6@4+3 as a -> refused: is not inside lease
         1 takes a -> 1 has a at 1+1""",
+    "a delivery that is refused leaves the one of its name": """
+        kept=3 pinned=2; 1 connects 4 -> 1 gets 1 at 1+4
+        1 delivers 1@1 as a -> 1 has a at 1+1
+        1 delivers 2@2+3 as a -> 1 released 2, 1 has none: large
+        1 delivers 3@2+2 as b -> 1 has b at 2+2
+        1 delivers 4@4 as c -> 1 released 4, 1 has none: full
+        2 connects 2 -> 2 gets 2 at 5+2
+        2 delivers 1@5+2 as a -> 2 released 1, 2 has none: full
+        the end comes ->
+        1 delivers 5@4 as a -> 1 released 5, 1 has none: ends
+        2 takes a -> 2 has a at 1+1""",
+    "a delivery has the room of the one that it replaces": """
+        kept=4 max_kept=2; 1 connects 4 -> 1 gets 1 at 1+4
+        1 delivers 1@1+2 as a -> 1 has a at 1+2
+        1 delivers 2@3 as b -> 1 has b at 3+1
+        1 delivers 3@4 as c -> 1 released 3, 1 has none: full
+        1 delivers 4@4 as b -> 1 has b at 4+1
+        2 connects 3 -> 2 gets 2 at 5+3
+        2 delivers 1@5+3 as a -> 2 has a at 5+3
+        1 takes b -> 1 has b at 4+1
+        1 takes a -> 1 has a at 5+3""",
     "who has pinned as much as it may delivers, and leaves a delivery to the next": """
         kept=8 clients=3 max_pins=1; 1 keeps 1@1 as b -> 1 has b at 1+1
         2 finds b -> 2 has b at 1+1

@@ -462,11 +462,10 @@ class EngineBook:
         client.last_generation = content.generation
         lease.new_moments = 0
         key = _booked(content.key, content.for_one)
-        there = self.kept.by_key.get(key)
-        if there is not None and content.for_one:
-            self._unpin(there)
-            there = None
-        reason = self._why_not_kept(client, record, there, content.for_one)
+        there, replaced = self.kept.by_key.get(key), None
+        if content.for_one:
+            there, replaced = None, there
+        reason = self._why_not_kept(client, record, there, content.for_one, replaced)
         if reason is not None or there is not None:
             self._give_back(record)
             if there is not None and reason is None:
@@ -475,8 +474,10 @@ class EngineBook:
                 assert reason is not None
                 self.kept.refusals += 1
                 answer = NotKept(content.token, reason)
-            return [Released(client_id, (content.generation,)), Answered(client_id, answer), *self._served()]
-        while self.kept.blocks + record.blocks > self.kept.max_blocks or len(self.kept.by_key) >= self.kept.max_kept:
+            return [Released(client_id, (content.generation,)), Answered(client_id, answer)]
+        if replaced is not None:
+            self._unpin(replaced)
+        while self.kept.blocks + record.blocks > self.kept.max_blocks or len(self.kept.by_generation) >= self.kept.max_kept:
             self.host.evict(next(iter(self.kept.unpinned.values())), for_content=True)
         kept = KeptRecord(
             *(content.generation, key, record.start, record.blocks, content.nbytes, content.is_copied, content.payload),
@@ -520,7 +521,12 @@ class EngineBook:
         return self._served()
 
     def _why_not_kept(
-        self, client: ClientRecord, slot: EngineSlotRecord, there: KeptRecord | None, for_one: bool
+        self,
+        client: ClientRecord,
+        slot: EngineSlotRecord,
+        there: KeptRecord | None,
+        for_one: bool,
+        replaced: KeptRecord | None,
     ) -> NotKeptReason | None:
         if self._is_draining:
             return "ends"
@@ -530,7 +536,7 @@ class EngineBook:
             return "pins"
         if there is not None:
             return None
-        pinned = [kept for kept in self.kept.by_key.values() if kept.pins]
+        pinned = [kept for kept in self.kept.by_generation.values() if kept.pins and kept is not replaced]
         is_full = len(pinned) >= self.kept.max_kept
         is_full = is_full or sum(kept.blocks for kept in pinned) + slot.blocks > self.kept.max_blocks
         return "full" if is_full or self.host.is_wanted(slot.start, slot.blocks) else None
