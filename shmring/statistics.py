@@ -117,6 +117,7 @@ class RingStatistics(_Record):
         deliveries_untaken: deliveries that nobody has taken yet; they count as content in use.
         deliveries_taken: deliveries that a frontend has taken.
         deliveries_withdrawn: deliveries that their sender has taken back.
+        deliveries_dropped: deliveries that have gone because a later one has their name, or nobody has taken them for long.
         pinned_nbytes: bytes of the slab that are registered with CUDA: all or nothing.
         pin_seconds: seconds that registering them took.
         device_copies: requests copied to a GPU.
@@ -189,6 +190,7 @@ class RingStatistics(_Record):
     deliveries_untaken: int
     deliveries_taken: int = _counter()
     deliveries_withdrawn: int = _counter()
+    deliveries_dropped: int = _counter()
     device_slab_nbytes: int = 0
     device_slab_free_nbytes: int = 0
     device_slab_leased_nbytes: int = 0

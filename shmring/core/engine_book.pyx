@@ -22,7 +22,7 @@ record. If they return a list of effects, they return None for an empty one. The
 
 Kept content (``kept_book.pyx``) is found, pinned and handed over here. The book counts the pins of each client; they end when
 the client gives them back, says goodbye or dies, as its leases do. A client that waits for a key stops when its connection ends.
-A delivery has one pin of the engine until it has its taker. A request names kept content as a slot of lease 0. The book makes a
+A delivery has one pin of the engine until it has its taker, and counts for its sender until then. A request names kept content as a slot of lease 0. The book makes a
 record for each such use, like that of any other slot, with a number of its own, so that one content can be in many requests.
 
 Invariants (:meth:`EngineBook.check` asserts them): free, leased and quarantined blocks add up; every live slot lies inside a lease
@@ -591,7 +591,7 @@ cdef class EngineBook:
         key = _booked(key, for_one)
         kept = self.kept.by_key.get(key)
         if kept is not None:
-            return [Answered(client_id, self._answer_to(client, token, kept))]
+            return self._served([Answered(client_id, self._answer_to(client, token, kept))])
         if not waits:
             self.kept.misses += 1
             return [Answered(client_id, NotKept(token, "absent"))]
@@ -622,8 +622,20 @@ cdef class EngineBook:
         kept.hits += 1
         self._pin(client, kept)
         if kept.for_one:
+            self._untaken_no_more(kept)
             self.kept.take(kept)
         return _found(token, kept)
+
+    cdef int _untaken_no_more(self, KeptRecord kept) except -1:
+        """A delivery counts no more for its sender. The caller must then serve the clients that wait for memory."""
+        self.kept.is_untaken_no_more(kept, self.clients.get(kept.generation >> GENERATION_BITS))
+        self._owes_service = self.host.waiting_lease_requests != 0
+        return 0
+
+    cdef int _give_up(self, KeptRecord kept) except -1:
+        """A delivery that nobody has taken goes. The caller must then serve the clients that wait for memory."""
+        self._untaken_no_more(kept)
+        return self._unpin(kept)
 
     cdef bint _may_pin(self, ClientRecord client, KeptRecord kept, uint64_t blocks) except -1:
         """Whether a client may pin content of so many blocks once more; None: it is not kept yet."""
@@ -673,7 +685,8 @@ cdef class EngineBook:
             effects.append(Answered(client_id, _found(content.token, kept)))
             return effects
         if replaced is not None:
-            self._unpin(replaced)
+            self._give_up(replaced)
+            self.kept.deliveries_dropped += 1
         while self.kept.must_give(record.blocks):
             self.host.evict(<KeptRecord>next(iter(self.kept.unpinned.values())), True)
         kept = KeptRecord.__new__(KeptRecord)
@@ -685,7 +698,7 @@ cdef class EngineBook:
         self.kept.unpinned_blocks += kept.blocks
         self.kept.add(kept)
         if kept.for_one:
-            self.kept.pin(kept)  # until it has a taker
+            self.kept.deliver(kept, client)
         else:
             self._pin(client, kept)
         effects = [Answered(client_id, _found(content.token, kept))]
@@ -701,26 +714,27 @@ cdef class EngineBook:
 
     def withdraw(self, uint64_t client_id, names: Sequence[bytes]) -> list[EngineEffect]:
         """A client takes its deliveries back that nobody has taken: those of these names, or without names all of them."""
+        cdef ClientRecord client = self._connected(client_id)
         cdef KeptRecord kept
-        self._connected(client_id)
-        wanted = [self.kept.by_key.get(_booked(name, True)) for name in names] if names else self.untaken()
+        wanted = [self.kept.by_key.get(_booked(name, True)) for name in names] if names else list(client.untaken.values())
         for kept in dict.fromkeys(wanted):
-            if kept is not None and kept.generation >> GENERATION_BITS == client_id:
-                self._unpin(kept)
+            if kept is not None and kept.generation in client.untaken:
+                self._give_up(kept)
                 self.kept.withdrawn += 1
         return self._served([])
 
     def untaken(self) -> list[KeptRecord]:
         """Returns the deliveries that have no taker."""
-        cdef KeptRecord kept
-        return [kept for kept in self.kept.by_key.values() if kept.for_one]
+        return list(self.kept.untaken.values())
 
     def drop_untaken(self, generations: Collection[int]) -> list[EngineEffect]:
         """The engine drops deliveries that nobody has taken for long."""
         cdef KeptRecord kept
-        for kept in self.untaken():
-            if kept.generation in generations:
-                self._unpin(kept)
+        for generation in dict.fromkeys(generations):
+            kept = self.kept.untaken.get(generation)
+            if kept is not None:
+                self._give_up(kept)
+                self.kept.deliveries_dropped += 1
         return self._served([])
 
     cdef str _why_not_kept(
@@ -735,13 +749,25 @@ cdef class EngineBook:
             return "ends"
         if there is None and slot.blocks > min(self.kept.max_blocks, self._most_pinned_blocks):
             return "large"
-        if not for_one and not self._may_pin(client, there, slot.blocks if there is None else there.blocks):
+        if for_one:
+            may_pin = self._may_deliver(client, slot.blocks, replaced)
+        else:
+            may_pin = self._may_pin(client, there, slot.blocks if there is None else there.blocks)
+        if not may_pin:
             return "pins"
         if there is not None:
             return None
         if self.host.is_wanted(slot.start, slot.blocks) or not self.kept.may_keep(slot.blocks, replaced):
             return "full"
         return None
+
+    cdef bint _may_deliver(self, ClientRecord client, uint64_t blocks, KeptRecord replaced) except -1:
+        """Whether a client may deliver so many blocks: of what it has delivered, as much may be untaken as it may pin."""
+        cdef uint64_t count = len(client.untaken), untaken_blocks = client.untaken_blocks
+        if replaced is not None and replaced.generation in client.untaken:
+            count -= 1
+            untaken_blocks -= replaced.blocks
+        return count < self._max_pins and untaken_blocks + blocks <= self._most_pinned_blocks
 
     def drain(self) -> None:
         """The engine is about to end: it keeps nothing more. What is kept can be found."""
@@ -1098,6 +1124,9 @@ cdef class EngineBook:
             assert client.pin_count == sum(client.pins.values()) <= self._max_pins
             assert client.pinned_blocks == sum(self.kept.by_generation[generation].blocks for generation in client.pins)
             assert client.pinned_blocks <= self._most_pinned_blocks
+            own = {number: kept for number, kept in self.kept.untaken.items() if number >> GENERATION_BITS == client.client_id}
+            assert client.untaken == own and <uint64_t>len(own) <= self._max_pins
+            assert client.untaken_blocks == sum(kept.blocks for kept in own.values()) <= self._most_pinned_blocks
             assert client.connected or not client.waits, "who has gone waits for a key"
             assert all(self.kept.waits[key][client.client_id] == token for token, key in client.waits.items())
             assert <uint64_t>len(client.waits) <= self._max_waits

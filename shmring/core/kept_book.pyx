@@ -11,7 +11,7 @@ so what a client has waited for is pinned for it before anything can drop it. A 
 
 A *delivery* is content for one: the first client that looks for its name, or waits for it, takes it. From then on nobody else
 finds it, and when that client has given its pin back, it goes. Before that, the engine itself has it pinned, so nothing that was
-delivered gives way to anything. Of two with one name that nobody has taken, the later one stands. Names and keys are never equal
+delivered gives way to anything; meanwhile it counts for its sender, which delivers as much as it may pin. Of two with one name that nobody has taken, the later one stands. Names and keys are never equal
 (:func:`_booked`).
 
 This book has the contents. :class:`Lending` knows where they lie, and :class:`EngineBook` which clients have pinned them.
@@ -40,12 +40,14 @@ cdef class KeptBook:
         evictions_for_content: of them, those that made room for other content; all others made room for a lease.
         refusals: contents that were not kept, or found and not pinned, because of a limit, or since the engine drains.
         taken, withdrawn: deliveries that a client has taken; and those that their sender has taken back.
+        deliveries_dropped: those that the engine has dropped: a later one stands under their name, or nobody has taken them.
         waits: the tokens of the clients that wait for a key, by key and client.
         dropped: the contents that went last: key, bytes, how often each was found, and whether it made room for content.
     """
 
     cdef public dict by_key  # type: dict[bytes, KeptRecord]
     cdef public dict by_generation  # type: dict[int, KeptRecord]
+    cdef public dict untaken  # type: dict[int, KeptRecord]  # deliveries that have no taker, by generation
     cdef public object unpinned  # type: OrderedDict[int, KeptRecord]  # by generation, the least recently used first
     cdef public uint64_t hits
     cdef public uint64_t misses
@@ -57,13 +59,14 @@ cdef class KeptBook:
     cdef public uint64_t refusals
     cdef public uint64_t taken
     cdef public uint64_t withdrawn
+    cdef public uint64_t deliveries_dropped
     cdef public uint64_t blocks       # of all of it
     cdef public uint64_t unpinned_blocks
     cdef readonly uint64_t max_blocks
     cdef readonly uint64_t max_kept
 
     def __init__(self, limits: EngineBookLimits):
-        self.by_key, self.by_generation, self.unpinned = {}, {}, OrderedDict()
+        self.by_key, self.by_generation, self.untaken, self.unpinned = {}, {}, {}, OrderedDict()
         self.waits, self.dropped = {}, []
         self.max_blocks, self.max_kept = limits.kept_blocks, limits.max_kept
 
@@ -91,6 +94,21 @@ cdef class KeptBook:
         if not record.pins:
             self.unpinned[record.generation] = record
             self.unpinned_blocks += record.blocks
+        return 0
+
+    cdef int deliver(self, KeptRecord record, ClientRecord sender) except -1:
+        """A delivery is there for its taker: the engine has it pinned."""
+        self.pin(record)
+        self.untaken[record.generation] = sender.untaken[record.generation] = record
+        sender.untaken_blocks += record.blocks
+        return 0
+
+    cdef int is_untaken_no_more(self, KeptRecord record, ClientRecord sender) except -1:
+        """A delivery has a taker, or goes. ``sender``: None, if it has gone."""
+        del self.untaken[record.generation]
+        if sender is not None:
+            del sender.untaken[record.generation]
+            sender.untaken_blocks -= record.blocks
         return 0
 
     cdef int take(self, KeptRecord record) except -1:
@@ -157,6 +175,7 @@ cdef class KeptBook:
         there = [record for record in records if self.by_key.get(record.key) is record]
         assert len(there) == len(self.by_key) and all([record.for_one for record in records if record not in there])
         assert all([record.pins for record in records if record.for_one]), "a delivery stays, and nobody has it pinned"
+        assert self.untaken == {record.generation: record for record in there if record.for_one}
         assert sorted(self.unpinned) == sorted([record.generation for record in records if not record.pins])
         assert self.blocks == sum([record.blocks for record in records]) <= self.max_blocks
         assert self.unpinned_blocks == sum([record.blocks for record in self.unpinned.values()])

@@ -465,7 +465,7 @@ cdef class Lending:
         """Whether the client must first return memory. A client that is alone may hold everything, and each client may hold one
         lease.
 
-        Pinned content counts as if the client held it.
+        What it has pinned, and what it has delivered and nobody has taken, counts as if it held it.
         """
         cdef ClientRecord other
         cdef uint64_t held = client.blocks_in[self.memory]
@@ -474,7 +474,7 @@ cdef class Lending:
         if not held:
             return False
         if self.memory == HOST:
-            held += client.pinned_blocks
+            held += client.pinned_blocks + client.untaken_blocks
         if held + blocks <= self._quota_blocks:
             return False
         for other in self.clients.values():

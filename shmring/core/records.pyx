@@ -150,6 +150,8 @@ cdef class ClientRecord:
     cdef public uint64_t pin_count  # of them
     cdef public uint64_t pinned_blocks
     cdef public dict waits  # type: dict[int, bytes]  # keys of content for which it waits, by the token of its question
+    cdef public dict untaken  # type: dict[int, KeptRecord]  # what it has delivered and nobody has taken, by generation
+    cdef public uint64_t untaken_blocks
     cdef uint64_t blocks_in[MEMORIES]
     cdef uint64_t leases_in[MEMORIES]
 
@@ -157,7 +159,7 @@ cdef class ClientRecord:
         self.last_request_id = -1
         self.connected = True
         self.leases, self.slots, self.requests, self.replies, self.unsent_replies = {}, Numbered(), Numbered(), {}, set()
-        self.pins, self.waits = {}, {}
+        self.pins, self.waits, self.untaken = {}, {}, {}
 
     @property
     def leased_blocks(self) -> tuple[int, ...]:

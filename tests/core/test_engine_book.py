@@ -510,15 +510,15 @@ STORIES = {
         1 delivers 6@4+3 as a -> refused: is not inside lease
         1 takes a -> 1 has a at 1+1""",
     "a delivery that is refused leaves the one of its name": """
-        kept=3 pinned=2; 1 connects 4 -> 1 gets 1 at 1+4
+        kept=3 pinned=3; 1 connects 4 -> 1 gets 1 at 1+4
+        2 connects 4 -> 2 gets 2 at 5+4
         1 delivers 1@1 as a -> 1 has a at 1+1
-        1 delivers 2@2+3 as a -> 1 released 2, 1 has none: large
-        1 delivers 3@2+2 as b -> 1 has b at 2+2
-        1 delivers 4@4 as c -> 1 released 4, 1 has none: full
-        2 connects 2 -> 2 gets 2 at 5+2
-        2 delivers 1@5+2 as a -> 2 released 1, 2 has none: full
+        2 delivers 1@5+4 as a -> 2 released 1, 2 has none: large
+        1 delivers 2@2+2 as b -> 1 has b at 2+2
+        2 delivers 2@5 as c -> 2 released 2, 2 has none: full
+        2 delivers 3@5+2 as a -> 2 released 3, 2 has none: full
         the end comes ->
-        1 delivers 5@4 as a -> 1 released 5, 1 has none: ends
+        1 delivers 3@4 as a -> 1 released 3, 1 has none: ends
         2 takes a -> 2 has a at 1+1""",
     "a delivery has the room of the one that it replaces": """
         kept=4 max_kept=2; 1 connects 4 -> 1 gets 1 at 1+4
@@ -538,6 +538,31 @@ STORIES = {
         1 asks 1 -> 1 gets 4 at 4+1
         1 delivers 2@4 as a -> 1 has a at 4+1, 2 has none: pins, 3 has a at 4+1
         2 takes a -> 2 has none: absent""",
+    "what nobody has taken counts for its sender, which delivers as much as it may pin": """
+        kept=12 pinned=3 max_pins=2; 1 connects 4 -> 1 gets 1 at 1+4
+        1 delivers 1@1+2 as a -> 1 has a at 1+2
+        1 delivers 2@3+2 as b -> 1 released 2, 1 has none: pins
+        1 delivers 3@3+2 as a -> 1 has a at 3+2
+        2 connects 4 -> 2 gets 2 at 5+4
+        2 delivers 1@5 as b -> 2 has b at 5+1
+        2 delivers 2@6+2 as a -> 2 has a at 6+2
+        2 delivers 3@8 as c -> 2 released 3, 2 has none: pins
+        2 delivers 4@8 as b -> 2 has b at 8+1
+        1 takes a -> 1 has a at 6+2
+        2 recalls ->
+        1 asks 4 -> 1 gets 3 at 1+4
+        1 delivers 4@1+3 as d -> 1 has d at 1+3
+        d ages ->
+        look -> 9 free, 2 kept, 2 pinned, 4 for replies""",
+    "what a client has delivered counts for what it may hold, until it is taken": """
+        kept=8 quota=4; 1 connects 3 -> 1 gets 1 at 1+3
+        2 connects 1 -> 2 gets 2 at 4+1
+        1 delivers 1@1+2 as a -> 1 has a at 1+2
+        1 asks 2 ->
+        2 takes a -> 2 has a at 1+2, 1 gets 3 at 5+2
+        1 delivers 2@5+2 as b -> 1 has b at 5+2
+        1 asks 2 ->
+        b ages -> 1 gets 4 at 5+2""",
     "a delivery that no client may pin is too large": """
         kept=8 pinned=2; 1 connects 4 -> 1 gets 1 at 1+4
         1 delivers 1@1+3 as a -> 1 released 1, 1 has none: large

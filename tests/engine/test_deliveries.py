@@ -166,6 +166,7 @@ async def test_the_later_of_two_with_one_name_stands(ring: Ring, ends: list[Deli
     await other.deliver(name("a"), frame(2), timeout=LIMIT_S)
     await other.deliver(name("a"), frame(3), timeout=LIMIT_S)
     assert counts(ring)[0] == 1
+    assert ring.statistics().deliveries_dropped == 2
     assert await taken(taker.take(name("a"))) == 3
     await nothing_is_left(ring)
 
@@ -247,6 +248,7 @@ async def test_what_nobody_takes_is_dropped_in_the_end(
     untaken.drop_old(began_s + _UNTAKEN_S - 1)
     assert counts(ring)[0] == 1
     untaken.drop_old(began_s + _UNTAKEN_S)
+    assert ring.statistics().deliveries_dropped == 1
     await nothing_is_left(ring)
     await eventually(lambda: untaken._timer is None)
 
@@ -332,12 +334,15 @@ async def test_who_delivers_waits_for_room_and_no_longer_than_it_may(ring: Ring,
 
 @pytest.mark.ring(client_pinned_nbytes="64KiB")
 async def test_a_taker_that_uses_as_much_as_it_may_waits_for_its_own_views(ring: Ring, ends: list[Deliveries]) -> None:
-    sender, taker, _ = ends
-    for number in (1, 2):
-        await sender.deliver(name(str(number)), frame(number), timeout=LIMIT_S)
+    sender, taker, other = ends
+    await sender.deliver(name("1"), frame(1), timeout=LIMIT_S)
+    await other.deliver(name("2"), frame(2), timeout=LIMIT_S)
+    with pytest.raises(TimeoutError):
+        await sender.deliver(name("3"), frame(3), timeout=0.1)  # what nobody has taken counts for its sender
     held = await taker.take(name("1"))
     waiting = asyncio.create_task(taken(taker.take(name("2"))))
-    await eventually(lambda: ring.statistics().kept_refusals > 0)
+    refused = ring.statistics().kept_refusals
+    await eventually(lambda: ring.statistics().kept_refusals > refused)
     assert not waiting.done()
     held.close()
     assert await waiting == 2

@@ -406,7 +406,7 @@ class EngineBook:
         key = _booked(key, for_one)
         kept = self.kept.by_key.get(key)
         if kept is not None:
-            return [Answered(client_id, self._answer_to(client, token, kept))]
+            return [Answered(client_id, self._answer_to(client, token, kept)), *self._served()]
         if not waits:
             self.kept.misses += 1
             return [Answered(client_id, NotKept(token, "absent"))]
@@ -436,6 +436,7 @@ class EngineBook:
         found = self._pinned(client, token, kept)
         if kept.for_one:
             self.kept.take(kept)
+            self._owes_service = self.host.waiting_lease_requests > 0  # it counts no more for its sender
         return found
 
     def _may_pin(self, client: ClientRecord, kept: KeptRecord | None, blocks: int) -> bool:
@@ -477,6 +478,7 @@ class EngineBook:
             return [Released(client_id, (content.generation,)), Answered(client_id, answer)]
         if replaced is not None:
             self._unpin(replaced)
+            self.kept.deliveries_dropped += 1
         while self.kept.blocks + record.blocks > self.kept.max_blocks or len(self.kept.by_generation) >= self.kept.max_kept:
             self.host.evict(next(iter(self.kept.unpinned.values())), for_content=True)
         kept = KeptRecord(
@@ -501,7 +503,7 @@ class EngineBook:
     def withdraw(self, client_id: int, names: Sequence[bytes]) -> list[EngineEffect]:
         """A client takes its deliveries back that nobody has taken: those of these names, or without names all of them."""
         self._connected(client_id)
-        own = [kept for kept in self.untaken() if kept.generation >> GENERATION_BITS == client_id]
+        own = self.kept.untaken_of(client_id)
         booked = [_booked(name, True) for name in names]
         for kept in own:
             if not names or kept.key in booked:
@@ -518,6 +520,7 @@ class EngineBook:
         for kept in self.untaken():
             if kept.generation in generations:
                 self._unpin(kept)
+                self.kept.deliveries_dropped += 1
         return self._served()
 
     def _why_not_kept(
@@ -532,7 +535,13 @@ class EngineBook:
             return "ends"
         if there is None and (slot.blocks > self.kept.max_blocks or slot.blocks > self.limits.pinned_blocks):
             return "large"
-        if not for_one and not self._may_pin(client, there, slot.blocks if there is None else there.blocks):
+        if for_one:
+            untaken = [kept for kept in self.kept.untaken_of(client.client_id) if kept is not replaced]
+            blocks = sum(kept.blocks for kept in untaken) + slot.blocks
+            may_pin = len(untaken) < self.limits.max_pins and blocks <= self.limits.pinned_blocks
+        else:
+            may_pin = self._may_pin(client, there, slot.blocks if there is None else there.blocks)
+        if not may_pin:
             return "pins"
         if there is not None:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shmring.core.geometry import EngineBookLimits
+from shmring.core.geometry import GENERATION_BITS, EngineBookLimits
 from tests.model.records import ClientRecord, KeptRecord
 
 _DROPPED_SHOWN = 64
@@ -18,7 +18,7 @@ class KeptBook:
         self.unpinned: dict[int, KeptRecord] = {}  # by generation, the least recently used first
         self.waits: dict[bytes, dict[int, int]] = {}  # tokens of the clients that wait for a key, by key and client
         self.dropped: list[tuple[bytes, int, int, bool]] = []  # what went last: key, bytes, hits, whether for other content
-        self.hits = self.misses = self.refusals = self.taken = self.withdrawn = 0
+        self.hits = self.misses = self.refusals = self.taken = self.withdrawn = self.deliveries_dropped = 0
         self.evictions = self.evictions_for_content = self.evicted_nbytes = 0
 
     @property
@@ -30,6 +30,10 @@ class KeptBook:
     def unpinned_blocks(self) -> int:
         """Of what nobody has pinned."""
         return sum(kept.blocks for kept in self.unpinned.values())
+
+    def untaken_of(self, client_id: int) -> list[KeptRecord]:
+        """What a client has delivered, and nobody has taken."""
+        return [kept for kept in self.by_key.values() if kept.for_one and kept.generation >> GENERATION_BITS == client_id]
 
     def add(self, kept: KeptRecord) -> None:
         """Keeps what nobody has pinned yet."""

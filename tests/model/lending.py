@@ -268,7 +268,7 @@ class Lending:
     def _is_over_quota(self, client: ClientRecord, blocks: int) -> bool:
         """Whether the client must first return something. Alone it may hold everything; one lease it may always hold.
 
-        What it has pinned counts as if it held it.
+        What it has pinned counts as if it held it, and so does what it has delivered and nobody has taken.
         """
         leases = client.leases_in(self.memory)
         if len(leases) >= self.limits.max_leases:
@@ -278,6 +278,7 @@ class Lending:
         held = sum(lease.blocks - lease.kept_blocks for lease in leases)
         if self.contents is not None:
             pinned = sum(self.contents.by_generation[generation].blocks for generation in client.pins)
+            pinned += sum(kept.blocks for kept in self.contents.untaken_of(client.client_id))
         else:
             pinned = 0
         return bool(others and held) and held + pinned + blocks > quota

@@ -46,7 +46,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "KeptBook": (
         *("by_key", "by_generation", "unpinned", "waits", "dropped", "hits", "misses", "refusals", "taken", "withdrawn"),
-        *("evictions", "evictions_for_content", "evicted_nbytes"),
+        *("evictions", "evictions_for_content", "evicted_nbytes", "deliveries_dropped"),
     ),
     "KeptRecord": ("generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins", "hits", "for_one"),
     "EngineSlotRecord": ("generation", "lease", "start", "blocks", "state", "kept"),
@@ -65,7 +65,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
 DERIVED: dict[str, tuple[str, ...]] = {
     "EngineBook": ("host",),
     "Lending": ("clients", "contents", "_apart", "_by_start"),
-    "ClientRecord": ("reply_blocks", "passing_blocks", "leased_blocks", "lease_counts", "pin_count", "pinned_blocks"),
+    "ClientRecord": (
+        *("reply_blocks", "passing_blocks", "leased_blocks", "lease_counts", "pin_count", "pinned_blocks"),
+        *("untaken", "untaken_blocks"),
+    ),
+    "KeptBook": ("untaken",),
 }
 #: Of a frontend's compiled book, what Python does not see.
 HIDDEN = {"_submitted": slots_with_engine, "_others": slots_here}

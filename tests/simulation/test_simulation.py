@@ -243,7 +243,7 @@ def test_no_field_of_the_books_is_left_out_of_a_state() -> None:
         },
         "KeptBook": {
             "by_key", "by_generation", "unpinned", "waits", "dropped", "hits", "misses", "refusals", "taken", "withdrawn",
-            "evictions", "evictions_for_content", "evicted_nbytes",
+            "evictions", "evictions_for_content", "evicted_nbytes", "deliveries_dropped",
         },
         "KeptRecord": {"generation", "key", "start", "blocks", "nbytes", "is_copied", "payload", "pins", "hits", "for_one"},
         "Lending": {"_free", "_wants", "_window", "_next_lease_id"},
