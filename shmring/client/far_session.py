@@ -462,8 +462,8 @@ class FarSession:
 
     @property
     def in_flight(self) -> int:
-        """Requests of this session."""
-        return self._flight.requests
+        """Requests of this session, those included that wait for their turn to be sent."""
+        return self._flight.requests + self._flight.waiting
 
     def find_held(self, payload: object) -> None:
         """No tensors lie in slots there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ async def test_without_an_engine_every_call_fails_at_once(client: EngineClient, 
     memory = client.media_memory()
     session.link.abort()  # as if the engine had gone; there is none of that name to attach to afterwards
     attachment = attachment_of(client.ring)
-    attachment.path = attachment.path.with_name("nobody.sock")
+    attachment.place = Path(str(attachment.place)).with_name("nobody.sock")
     await eventually(lambda: client.errored)
     with pytest.raises(shmring.EngineDeadError):
         client.media_memory()

@@ -319,8 +319,8 @@ class FarClient:
         engine is asked, for the next time."""
         loop = asyncio.get_running_loop()
         own = self.flight.requests + self.flight.waiting
-        if self.connection is not None:
-            own += sum(each.statistics().in_flight for each in self.connection.engines.values())
+        if self.connection is not None and (session := self.connection._engines.the_only("a load").session) is not None:
+            own += session.end.in_flight  # also what waits for its turn to be sent
         if self._asking_load is None and loop.time() - self._load_s > _LOAD_S:
             self._asking_load = loop.create_task(self._ask_load())
         in_flight, waiting, _ = self._load
