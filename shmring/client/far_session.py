@@ -166,6 +166,7 @@ class FarSession:
         self._flight = Flight(life.welcome.max_inflight, LARGEST_NBYTES)  # bytes are bounded by the engine
         self._connections: set[_Connection] = set()
         self._opening = 0  # connections
+        self._most_connections = _MOST_CONNECTIONS  # fewer, while the engine takes no more
         self._line: WaitingLine[None] = WaitingLine()  # for a connection that is not taken
         self._untold: dict[int, int] = {}  # bytes of replies that were read, by request, and the engine was not told
         self._results: dict[int, asyncio.Future[Any]] = {}  # of calls
@@ -205,6 +206,8 @@ class FarSession:
 
         Raises:
             TypeError, CapacityError, EngineDeadError, ClosedError: as :meth:`shmring.Client.request`.
+            RemoteProtocolError, PermissionError, LocalProtocolError: no connection for requests is left, and the engine, its
+                certificate or its address allows none.
         """
         self.check_alive()
         packed = bundle(payload, **_bounds(self.welcome))
@@ -255,7 +258,7 @@ class FarSession:
             self.check_alive()
             free = [each for each in self._connections if not each.is_taken]
             connection = min(free, key=lambda each: len(each.pending), default=None)
-            is_full = len(self._connections) + self._opening > _MOST_CONNECTIONS  # with the one for control
+            is_full = len(self._connections) + self._opening > self._most_connections  # with the one for control
             if connection is not None and (is_full or not connection.pending):
                 connection.is_taken = True
                 return connection
@@ -265,12 +268,26 @@ class FarSession:
                 await self._line.wait(lambda _: self._line.give_first(None))
 
     async def _open_another(self) -> None:
+        """Opens one more connection for requests. If that fails, those that there are serve all.
+
+        Raises:
+            RemoteProtocolError, PermissionError, LocalProtocolError: there is none, and the engine, its certificate or its
+                address does not allow one. Only this request fails.
+            EngineDeadError: there is none, and the engine can't be reached; or another engine answers. The session is lost.
+        """
         self._opening += 1
         try:
             async with asyncio.timeout(self.life.config.connect_timeout_s):
                 stream, welcome = await _dial(self._address, self._access, self._hello)
-        except (EngineDeadError, RemoteProtocolError, TimeoutError) as error:
-            self._lose(self._dead(f"takes no more connections: {error}"))
+        except (EngineDeadError, RemoteProtocolError, LocalProtocolError, PermissionError, TimeoutError) as error:
+            self.check_alive()
+            others = len(self._connections) - 1 + self._opening - 1
+            self._most_connections = max(1, others)  # until one more could be opened
+            if others:
+                return
+            if not isinstance(error, EngineDeadError | TimeoutError):
+                raise
+            self._lose(self._dead(f"can't be reached any more: {error}"))
             raise self.life.fresh_error() from None
         finally:
             self._opening -= 1
@@ -279,6 +296,7 @@ class FarSession:
             stream.close()
             self._lose(self._dead("has started again"))
             raise self.life.fresh_error()
+        self._most_connections = _MOST_CONNECTIONS
         self._use(stream)
 
     def _use(self, stream: Stream) -> _Connection:
@@ -581,17 +599,13 @@ def _error_of(submission: FarSubmission, kind: str, type_name: str, text: str) -
 
 async def _dial(address: FarAddress, access: Access, hello: Hello) -> tuple[Stream, Welcome]:
     """Connects, and says hello. Raises as :meth:`FarSession.open`."""
-    loop = asyncio.get_running_loop()
 
     def unreachable(error: BaseException) -> EngineDeadError:
         return EngineDeadError(f"no engine answers at {address}: {error}", engine=str(address))
 
     try:
-        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        family, _, _, _, place = found[0]
-        connected = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        connected = await _connected(address)
         try:
-            await loop.sock_connect(connected, place)
             connected = _encrypted(connected, address, access)
             stream = Stream(connected)
         except BaseException:
@@ -608,6 +622,23 @@ async def _dial(address: FarAddress, access: Access, hello: Hello) -> tuple[Stre
         raise RemoteProtocolError(f"the engine at {address} does not speak TLS as this client does: {error}") from error
     except (OSError, EOFError) as error:
         raise unreachable(error) from error
+
+
+async def _connected(address: FarAddress) -> socket.socket:
+    """Returns a socket that is connected to the first of a host's addresses that answers."""
+    loop = asyncio.get_running_loop()
+    places = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    for family, _, _, _, place in places:
+        connected = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            await loop.sock_connect(connected, place)
+        except BaseException as error:
+            connected.close()
+            if not isinstance(error, OSError) or place is places[-1][4]:
+                raise
+        else:
+            return connected
+    raise OSError("the host has no address")
 
 
 def _encrypted(connected: socket.socket, address: FarAddress, access: Access) -> socket.socket:

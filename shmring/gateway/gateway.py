@@ -23,6 +23,7 @@ import hmac
 import ipaddress
 import socket
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 
 from shmring.client.client import Client
 from shmring.client.far_session import Tls
@@ -32,7 +33,7 @@ from shmring.core.messages import Refused
 from shmring.core.printable import printable
 from shmring.door import FarAddress
 from shmring.errors import ClosedError, LocalProtocolError, PeerLostError, RemoteProtocolError
-from shmring.gateway.peer import Asked, Peer
+from shmring.gateway.peer import Peer, Session
 from shmring.transport.far_wire import PREAMBLE, Hello, decode_hello, frame, hello_nbytes
 from shmring.transport.streams import Pace, Stream, Turns
 
@@ -46,7 +47,7 @@ _MOST_PEERS = 256  # connections that have: a client has five at most
 _FILLING_SHARE = 4  # a fourth of what can be leased is in slots that are being received, at most
 _GREETING_PATIENCE = 5  # seconds
 _BACKLOG = 128
-_PAUSE_S = 0.1  # when there are no descriptors left
+_PAUSE_S = 0.1  # when no connection can be accepted: there are no descriptors left, or the network is down
 
 
 class Gateway:
@@ -80,6 +81,7 @@ class Gateway:
         self._pace = pace
         self._greeting_pace = Pace(_GREETING_PATIENCE)
         self._turns = Turns(_TURN_NBYTES)
+        self._handshakes = ThreadPoolExecutor(1, "shmring-tls")  # its thread begins with the first one
         welcome = client.engines[client.names[0]]._welcome
         if welcome is None:
             raise ClosedError("the ring is closed")
@@ -87,9 +89,10 @@ class Gateway:
         self._tokens: list[bytes] = []
         self._silent: dict[asyncio.Task[None], str] = {}  # connections that have not shown the token, with their hosts
         self._peers: set[asyncio.Task[None]] = set()
-        self._sessions: dict[bytes, tuple[dict[int, Asked], int]] = {}  # their requests, and how many connections they have
+        self._sessions: dict[bytes, Session] = {}
         self._loop = asyncio.get_running_loop()
         self._accepting = self._loop.create_task(self._accept())
+        self._accepting.add_done_callback(_log_fault)
 
     @classmethod
     async def open(cls, client: Client, host: str, port: int, token: bytes, tls: Tls, pace: Pace | None = None) -> Gateway:
@@ -139,21 +142,25 @@ class Gateway:
         tasks = [self._accepting, *self._silent, *self._peers]
         for task in tasks:
             task.cancel()
-        if tasks:
+        try:
             await asyncio.wait(tasks)
-        self._listener.close()
-        await self._client.close()
+        finally:
+            self._listener.close()
+            self._handshakes.shutdown(wait=False, cancel_futures=True)
+            await self._client.close()
 
     async def _accept(self) -> None:
+        is_warned = False
         while True:
             try:
                 connected, place = await self._loop.sock_accept(self._listener)
             except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    continue  # that connection has gone already
-                logger.warning("no connection is accepted for a moment: %s", error)
-                await asyncio.sleep(_PAUSE_S)
+                if not is_warned and error.errno != errno.ECONNABORTED:
+                    is_warned = True
+                    logger.warning("no connections from other hosts are accepted for now: %s", error)
+                await asyncio.sleep(0 if error.errno == errno.ECONNABORTED else _PAUSE_S)
                 continue
+            is_warned = False
             if len(self._silent) >= _MOST_SILENT:
                 host, _ = collections.Counter(self._silent.values()).most_common(1)[0]
                 loser = next(task for task, theirs in self._silent.items() if theirs == host)
@@ -169,8 +176,7 @@ class Gateway:
         connected.close()  # its task may have been cancelled before it began
         self._silent.pop(task, None)
         self._peers.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a connection from another host has ended by a fault of this program", exc_info=error)
+        _log_fault(task)
 
     async def _serve(self, connected: socket.socket) -> None:
         """A connection, from its beginning to its end."""
@@ -180,7 +186,7 @@ class Gateway:
                 connected.setblocking(False)
                 connected = self._tls.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
             stream = Stream(connected, self._turns)
-            async with self._greeting_pace.within(0):
+            async with self._greeting_pace.within(stream, 0):
                 hello = await self._greet(stream)
             if hello is not None:
                 await self._serve_peer(stream, hello)
@@ -192,18 +198,23 @@ class Gateway:
             connected.close()
 
     async def _serve_peer(self, stream: Stream, hello: Hello) -> None:
-        asked, count = self._sessions.get(hello.session, ({}, 0))
-        self._sessions[hello.session] = asked, count + 1
+        task = asyncio.current_task()
+        assert task is not None
+        is_first = hello.session not in self._sessions
+        session = self._sessions.setdefault(hello.session, Session())
+        session.connections.add(task)
         try:
-            await Peer(self._client, stream, self._pace, self._filling, asked, printable(hello.description)).run()
+            await Peer(self._client, stream, self._pace, self._filling, session, printable(hello.description)).run()
         finally:
-            asked, count = self._sessions.pop(hello.session)
-            if count > 1:
-                self._sessions[hello.session] = asked, count - 1
+            session.connections.remove(task)
+            if is_first:  # it is always read, so it is the one that learns of a client's end
+                del self._sessions[hello.session]
+                for other in session.connections:
+                    other.cancel()
 
     async def _greet(self, stream: Stream) -> Hello | None:
         """Answers a hello; returns None if this connection is refused."""
-        await stream.handshake()
+        await stream.handshake(self._handshakes)
         preamble = bytearray(PREAMBLE.size)
         await stream.fill(memoryview(preamble), len(preamble))
         try:
@@ -234,3 +245,8 @@ class Gateway:
         if hello.engine != self._client.names[0]:
             return f"the engine here is {self._client.names[0]!r}, and not {printable(hello.engine)!r}"
         return "there are too many connections" if len(self._peers) >= _MOST_PEERS else ""
+
+
+def _log_fault(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("what serves clients on other hosts has ended by a fault of this program", exc_info=error)

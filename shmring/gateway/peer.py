@@ -3,16 +3,22 @@
 Theory of operation: one task reads frames, one after the other. The head of a request is priced and checked; then a slot is
 taken that is just as large as its tensors; then the body is received into that slot, and the request submitted from there,
 without a copy. For each request that was submitted, a task sends the replies as they come, each as a frame. If too much of them
-is unread at the other side, it waits. A peer that breaks the rules, is slow or vanishes loses this connection: its slots are
-left, and its requests are aborted.
+is unread at the other side, it waits, and what has to be kept here meanwhile is bounded. A peer that breaks the rules, is slow
+or vanishes loses this connection: its slots are left, and its requests are aborted.
+
+While a request waits for a slot, nothing is read of its connection, and its end would not be heard. What only says something
+waits for nobody. So the end of a client is that of its first connection, over which it sends no requests.
 
 Invariants: a slot is submitted only after the last byte of its body, and left on every way out; nothing but the call that fills
-it writes there.
+it writes there. A number is its request's from its head on until its end is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -51,24 +57,50 @@ from shmring.transport.far_wire import (
 )
 from shmring.transport.streams import Pace, Stream
 
-__all__ = ["Asked", "Peer"]
+__all__ = ["Peer", "Session"]
 
 logger = logger_of("shmring.gateway")
 
 _TEXT_CHARACTERS = 4096  # of an error
 _SHARING, _FEW = 4, 64  # all far clients are one frontend: one has a fourth of its requests in flight at most, or 64
 _SKIPPED_NBYTES = 256 << 10  # of a body that is not wanted, at once
+_MOST_KEPT_NBYTES = 2 * WINDOW_NBYTES  # of replies to a request, beyond the window
+_LEAST_KEPT_NBYTES = 1 << 10  # what a reply takes in this process, at least
 
 #: How requests end without a reply of the engine's; the others end their connection.
 _INVALID = (TypeError, ValueError, CapacityError, RemoteProtocolError, msgspec.MsgspecError)
 
 
-class Asked:
-    """A request that was submitted, until its end is sent."""
+class _Asked:
+    """A request, until its end is sent. ``submission``: None while it is received."""
 
-    def __init__(self, submission: Submission) -> None:
-        self.submission = submission
-        self.unread = Unread(WINDOW_NBYTES)
+    def __init__(self) -> None:
+        self.submission: Submission | None = None
+        self.unread = Unread(WINDOW_NBYTES)  # of replies, at the other side
+        self.kept: deque[Bundle] = deque()  # replies that were taken, and can't be sent yet
+        self.kept_nbytes = 0
+        self.ending: Exception | None = None  # what comes behind these
+
+    def abort(self) -> None:
+        if self.submission is not None:
+            self.submission.abort()
+        self.kept.clear()
+        self.unread.close()
+
+
+class Session:
+    """A far client.
+
+    Attributes:
+        asked: its requests, by number; of all its connections.
+        calls: of it that were not answered.
+        connections: their tasks.
+    """
+
+    def __init__(self) -> None:
+        self.asked: dict[int, _Asked] = {}
+        self.calls = 0
+        self.connections: set[asyncio.Task[Any]] = set()
 
 
 class Peer:
@@ -79,13 +111,11 @@ class Peer:
         stream: of the connection.
         pace: of what comes and goes.
         filling: requests that are being received from all peers.
-        asked: requests of its session, by number; of all its connections.
+        session: that this connection is of.
         description: what the log calls it.
     """
 
-    def __init__(
-        self, client: Client, stream: Stream, pace: Pace, filling: Flight, asked: dict[int, Asked], description: str
-    ) -> None:
+    def __init__(self, client: Client, stream: Stream, pace: Pace, filling: Flight, session: Session, description: str) -> None:
         welcome = client.engines[client.names[0]]._welcome
         if welcome is None:
             raise ClosedError("the ring is closed")
@@ -100,17 +130,23 @@ class Peer:
             "max_payload_nbytes": welcome.max_payload_nbytes,
             "max_values": welcome.max_values,
         }
-        self._asked = asked
-        self._own: set[int] = set()  # of these, those that came over this connection
-        self._calls = 0
+        self._session = session
+        self._own: set[int] = set()  # its requests that came over this connection
         self._answering: set[asyncio.Task[None]] = set()
         self._send_lock = asyncio.Lock()
 
     @staticmethod
     def welcome(welcome: Welcome) -> Welcome:
-        """Returns how a far client is welcomed: with the limits of the gateway's own client, and no memory."""
+        """Returns how a far client is welcomed: with its part of the limits of the gateway's own client, and no memory. It has
+        no number at the engine: all far clients have the gateway's."""
         return msgspec.structs.replace(
-            welcome, base_lease=None, device_slab=None, kept_nbytes=0, max_inflight=_most_inflight(welcome)
+            welcome,
+            client_id=0,
+            base_lease=None,
+            device_slab=None,
+            kept_nbytes=0,
+            max_inflight=_most_inflight(welcome),
+            max_calls=_most_calls(welcome),
         )
 
     async def run(self) -> None:
@@ -125,7 +161,7 @@ class Peer:
         finally:
             self._stream.close()
             for number in self._own:
-                self._asked.pop(number).submission.abort()
+                self._session.asked.pop(number).abort()
             self._own.clear()
             for task in self._answering:
                 task.cancel()
@@ -138,7 +174,7 @@ class Peer:
         header = bytearray(HEADER.size)
         while True:
             nbytes = await self._stream.receive(memoryview(header))  # it may be idle for as long as it likes
-            async with self._pace.within(0):
+            async with self._pace.within(self._stream, 0):
                 await self._stream.fill(memoryview(header)[nbytes:], len(header) - nbytes)
             head_nbytes, body_nbytes = HEADER.unpack(header)
             if head_nbytes > self._welcome.max_payload_nbytes + MAX_HEAD_NBYTES:
@@ -146,83 +182,83 @@ class Peer:
             if body_nbytes > self._welcome.leasable_nbytes:
                 raise RemoteProtocolError(f"a body of {body_nbytes} bytes is more than this engine can lend")
             nbytes = head_nbytes + body_nbytes
-            if nbytes <= MAX_HEAD_NBYTES:  # what only says something waits for nobody
-                await self._frame(head_nbytes, body_nbytes)
-                continue
-            await self._filling.begin(nbytes)
-            try:
-                await self._frame(head_nbytes, body_nbytes)
-            finally:
-                self._filling.end(nbytes)
+            with contextlib.ExitStack() as slots:
+                if not body_nbytes and head_nbytes <= MAX_HEAD_NBYTES + self._welcome.max_record_nbytes:
+                    # what only says something waits for nobody
+                    request = await self._frame(head_nbytes, body_nbytes, slots)
+                else:
+                    await self._filling.begin(nbytes)
+                    try:
+                        request = await self._frame(head_nbytes, body_nbytes, slots)
+                    finally:
+                        self._filling.end(nbytes)
+                if request is not None:
+                    await self._submit(*request)
+                del request  # or this frame would keep its memory until more has come
 
-    async def _frame(self, head_nbytes: int, body_nbytes: int) -> None:
+    async def _frame(self, head_nbytes: int, body_nbytes: int, slots: contextlib.ExitStack) -> tuple[Request, Bundle] | None:
+        """Receives a frame; returns a request that is to be submitted, before ``slots`` are left."""
         head = bytearray(head_nbytes)
-        async with self._pace.within(head_nbytes):
+        async with self._pace.within(self._stream, head_nbytes):
             await self._stream.fill(memoryview(head), head_nbytes)
         message = decode_message(head)
         del head
         if isinstance(message, Request):
-            await self._request(message, body_nbytes)
-        elif body_nbytes:
+            return await self._request(message, body_nbytes, slots)
+        if body_nbytes:
             raise RemoteProtocolError(f"{type(message).__name__} has a body")
-        else:
-            self._came(message)
+        self._came(message)
+        return None
 
     def _came(self, message: Abort | Read | Call) -> None:
         if isinstance(message, Call):
-            if self._calls >= self._welcome.max_calls:
-                raise RemoteProtocolError(f"more than {self._welcome.max_calls} calls at a time")
-            self._calls += 1
+            if self._session.calls >= _most_calls(self._welcome):
+                raise RemoteProtocolError(f"more than {_most_calls(self._welcome)} calls at a time")
+            self._session.calls += 1
             self._start(self._call(message))
-        elif (asked := self._asked.get(message.number)) is None:
+        elif (asked := self._session.asked.get(message.number)) is None:
             return  # its end is on the way
         elif isinstance(message, Abort):
-            asked.submission.abort()
-            asked.unread.close()
+            asked.abort()  # if it is not submitted yet, the one that comes behind it does that
         else:
             asked.unread.count(-message.nbytes)
 
-    async def _request(self, request: Request, nbytes: int) -> None:
-        """Receives a request's body, and submits it."""
-        if request.number in self._asked:
+    async def _request(self, request: Request, nbytes: int, slots: contextlib.ExitStack) -> tuple[Request, Bundle] | None:
+        """Receives a request's body. Returns None if this engine can lend no such slot; the body was read then, and dropped."""
+        if request.number in self._session.asked:
             raise RemoteProtocolError(f"request {request.number} was sent before, and has not ended")
-        if len(self._asked) >= _most_inflight(self._welcome):
-            raise RemoteProtocolError(f"more than {_most_inflight(self._welcome)} requests in flight")
-        check_bundle(request.payload, nbytes, **self._bounds)
-        try:
-            submission = await (
-                self._received(request, nbytes) if nbytes else self._submitted(request, Bundle(request.payload, ()))
-            )
-        except (RemoteError, *_INVALID) as error:
-            await self._send(frame(End(request.number, self._load(), _failure(error))))
-            return
-        asked = self._asked[request.number] = Asked(submission)
+        most = _most_inflight(self._welcome) + len(self._session.connections)  # of each, one may be given up, unheard
+        if len(self._session.asked) >= most:
+            raise RemoteProtocolError(f"more than {most} requests in flight")
+        self._session.asked[request.number] = _Asked()
         self._own.add(request.number)
-        self._start(self._answer(request.number, asked))
-
-    async def _received(self, request: Request, nbytes: int) -> Submission:
-        """Submits a request that has a body.
-
-        Raises:
-            CapacityError: this engine can lend no such slot. The body was read, and dropped.
-        """
+        check_bundle(request.payload, nbytes, **self._bounds)
+        if not nbytes:
+            return request, Bundle(request.payload, ())
         try:
-            slot = await self._client.slot(nbytes)
-        except CapacityError:
+            slot = slots.enter_context(await self._client.slot(nbytes))
+        except CapacityError as error:
             await self._skip(nbytes)
-            raise
-        with slot:
-            memory = slot.array((nbytes,), np.uint8)
-            async with self._pace.within(nbytes):
-                await self._stream.fill(memory.data, nbytes)
-            return await self._submitted(request, Bundle(request.payload, (0,), memory))
+            await self._end(request.number, _failure(error))
+            return None
+        memory = slot.array((nbytes,), np.uint8)
+        async with self._pace.within(self._stream, nbytes):
+            await self._stream.fill(memory.data, nbytes)
+        return request, Bundle(request.payload, (0,), memory)
 
-    async def _submitted(self, request: Request, received: Bundle) -> Submission:
-        return await self._client.submit(received.open(), request_id=request.request_id)
+    async def _submit(self, request: Request, received: Bundle) -> None:
+        try:
+            submission = await self._client.submit(received.open(), request_id=request.request_id)
+        except (RemoteError, *_INVALID) as error:
+            await self._end(request.number, _failure(error))
+            return
+        asked = self._session.asked[request.number]
+        asked.submission = submission
+        self._start(self._answer(request.number, asked, submission))
 
     async def _skip(self, nbytes: int) -> None:
         nowhere = memoryview(bytearray(min(nbytes, _SKIPPED_NBYTES)))
-        async with self._pace.within(nbytes):
+        async with self._pace.within(self._stream, nbytes):
             for at in range(0, nbytes, len(nowhere)):
                 await self._stream.fill(nowhere, min(len(nowhere), nbytes - at))
 
@@ -241,14 +277,13 @@ class Peer:
         if not isinstance(error, OSError | EOFError | ClosedError | PeerLostError):
             logger.error("answering a client on another host (%s) has failed", self._description, exc_info=error)
 
-    async def _answer(self, number: int, asked: Asked) -> None:
+    async def _answer(self, number: int, asked: _Asked, submission: Submission) -> None:
         """Sends what comes of a request."""
         failed: tuple[FailureKind, str, str] | None = None
         try:
             while True:
-                await asked.unread.drain()
                 try:
-                    reply = bundle(await asked.submission.next(), **self._bounds)
+                    reply = await self._reply(asked, submission)
                 except StopAsyncIteration:
                     break
                 except (RemoteError, TimeoutError, AbortedError, *_INVALID) as error:
@@ -258,13 +293,71 @@ class Peer:
                 head = frame(Reply(number, reply.payload), nbytes)
                 asked.unread.count(len(reply.payload) + nbytes)
                 del reply
-                await self._send(head, *parts, nbytes=nbytes)
-                del parts  # or this frame would keep the reply's memory until the next one has come
+                async with self._keeping(asked, submission):
+                    await self._send(head, *parts, nbytes=nbytes)
+                    del parts  # or this frame would keep the reply's memory until the next one has come
+                    await asked.unread.drain()
         finally:
-            asked.submission.abort()
+            submission.abort()
+        await self._end(number, failed)
+
+    async def _reply(self, asked: _Asked, submission: Submission) -> Bundle:
+        if asked.kept:
+            reply = asked.kept.popleft()
+            asked.kept_nbytes -= _counted(reply)
+            return reply
+        if asked.ending is not None:
+            raise asked.ending
+        return bundle(await submission.next(), **self._bounds)
+
+    @contextlib.asynccontextmanager
+    async def _keeping(self, asked: _Asked, submission: Submission) -> AsyncIterator[None]:
+        """While this block waits for the peer, replies are taken and kept.
+
+        With a reply in a slot the engine waits until the one before it was taken: so at most one is kept, and it is the last.
+        Replies in records come in any case, and would fill this process.
+        """
+        keeping: asyncio.Task[None] | None = None
+
+        def begin() -> None:
+            nonlocal keeping
+            keeping = loop.create_task(self._keep(asked, submission))
+
+        loop = asyncio.get_running_loop()
+        beginning = loop.call_soon(begin)
+        try:
+            yield
+        finally:
+            beginning.cancel()  # most blocks do not wait
+            if keeping is not None:
+                keeping.cancel()
+                await asyncio.wait([keeping])
+
+    async def _keep(self, asked: _Asked, submission: Submission) -> None:
+        while asked.ending is None and not (asked.kept and self._is_in_slot(asked.kept[-1])):
+            try:
+                reply = bundle(await submission.next(), **self._bounds)
+            except Exception as error:  # noqa: BLE001  # _reply() raises it
+                asked.ending = error
+                return
+            asked.kept.append(reply)
+            asked.kept_nbytes += _counted(reply)
+            if asked.kept_nbytes > _MOST_KEPT_NBYTES:
+                asked.abort()
+                asked.ending = CapacityError(
+                    f"more than {_MOST_KEPT_NBYTES} bytes of replies wait for a client that reads none",
+                    needed=asked.kept_nbytes,
+                    capacity=_MOST_KEPT_NBYTES,
+                )
+
+    def _is_in_slot(self, reply: Bundle) -> bool:
+        return reply.nbytes > self._welcome.inline_nbytes or len(reply.payload) > self._welcome.max_record_nbytes
+
+    async def _end(self, number: int, failed: tuple[FailureKind, str, str] | None) -> None:
+        """A request is over. Its client may have sent the next one when it hears of that."""
         if number in self._own:  # else this connection has ended
-            self._own.discard(number)
-            del self._asked[number]
+            self._own.remove(number)
+            del self._session.asked[number]
         await self._send(frame(End(number, self._load(), failed)))
 
     async def _call(self, call: Call) -> None:
@@ -279,11 +372,11 @@ class Peer:
         except (ShmringError, *_INVALID) as error:
             failed = _failure(error)[1:]
         finally:
-            self._calls -= 1
+            self._session.calls -= 1
         await self._send(frame(Called(call.number, result, failed)))
 
     async def _send(self, head: bytes, *parts: Any, nbytes: int = 0) -> None:
-        async with self._send_lock, self._pace.within(len(head) + nbytes):
+        async with self._send_lock, self._pace.within(self._stream, len(head) + nbytes):
             await self._stream.send(head, *parts)
 
     def _load(self) -> tuple[int, int, bool]:
@@ -294,6 +387,14 @@ class Peer:
 
 def _most_inflight(welcome: Welcome) -> int:
     return min(welcome.max_inflight, max(_FEW, welcome.max_inflight // _SHARING))
+
+
+def _counted(reply: Bundle) -> int:
+    return max(len(reply.payload) + reply.nbytes, _LEAST_KEPT_NBYTES)
+
+
+def _most_calls(welcome: Welcome) -> int:
+    return -(-welcome.max_calls // _SHARING)
 
 
 def _failure(error: Exception) -> tuple[FailureKind, str, str]:

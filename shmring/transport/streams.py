@@ -6,8 +6,8 @@ bytes in another way (a transfer engine) has to promise the same (decision 46).
 
 The loop's own ``sock_recv_into`` takes no socket with TLS, and what all sockets that have become readable receive in one turn
 of the loop has no bound. So a stream tries, waits until its descriptor is ready, and waits for its :class:`Turns` before it
-tries again. How long a peer may take is counted by :class:`Pace` in turns of this loop: a loop that was held up for a minute
-has not waited for its peers.
+tries again. How long a peer may take is counted by :class:`Pace` in ticks of this loop: a loop that was held up for a minute
+has not waited for its peers, and who waits for a turn here is not slow.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
 from typing import Any
 
+from shmring.cancellation import retrieve
 from shmring.line import WaitingLine
 
 __all__ = ["Pace", "Stream", "Turns"]
@@ -27,12 +29,16 @@ _LARGE_NBYTES = 1 << 20  # from here on, the kernel is told to wake us less ofte
 _WAKE_NBYTES = 512 << 10  # it wakes us when so much is there
 _AT_ONCE_NBYTES = 512 << 10  # by one call: a tenth of a millisecond
 _LEAST_NBYTES = 32 << 10  # what a call counts at least, in a turn: it takes some microseconds whatever it receives
+_UNHEARD_MS = 60_000  # a host that acknowledges nothing for so long has gone: the time of the keepalive below
 
 _READABLE, _WRITABLE = 0, 1
 
 
 class Turns:
     """How much all streams together receive in one turn of their loop.
+
+    If that is not enough for all, the others stand in line. Each turn of the loop is then that of one of them. It may receive
+    all that a turn allows, and stands at the end of the line for more.
 
     Args:
         nbytes: so much, and one call of a stream more.
@@ -42,48 +48,84 @@ class Turns:
         self._most_nbytes = nbytes
         self._spent_nbytes = 0
         self._line: WaitingLine[None] = WaitingLine()
+        self._first: object = None  # whose turn it is, while there is a line
+        self._ends = False  # whether the end of this turn is asked for: if something was received, or somebody stands in line
 
-    async def take(self) -> None:
-        """Waits until something may be received in this turn."""
-        while self._spent_nbytes >= self._most_nbytes:
-            await self._line.wait(lambda _: None)
+    async def take(self, stream: object) -> None:
+        """Waits until a stream may receive something."""
+        if self._spent_nbytes >= self._most_nbytes or (self._line and self._first is not stream):
+            await self._line.wait(lambda _: None)  # a turn that nobody uses is followed by the next one's
+            self._first = stream
 
     def spend(self, nbytes: int) -> None:
         """So much was received."""
-        if not self._spent_nbytes:
-            asyncio.get_running_loop().call_soon(self._begin)
         self._spent_nbytes += max(nbytes, _LEAST_NBYTES)
+        self._end_later()
+
+    def _end_later(self) -> None:
+        if not self._ends:
+            self._ends = True
+            asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
+        """A turn begins, of who was given it in the last one. The next one is given here."""
         self._spent_nbytes = 0
-        self._line.give_all(None)
+        self._first = None
+        self._ends = False
+        if self._line:
+            self._end_later()
+            self._line.give_first(None)
+
+
+class _Wait:
+    """What :class:`Pace` knows of a block: ticks that are left for all of it, and until something has to move."""
+
+    def __init__(self, bound: asyncio.Timeout, stream: Stream, ticks: int, patience: int) -> None:
+        self._bound = bound
+        self._stream = stream
+        self._left = ticks
+        self._patience = self._silence_left = patience
+        self._moved = stream.moved
+
+    def tick(self, now: float) -> None:
+        if self._stream.waits_here:
+            return
+        if self._moved != self._stream.moved:
+            self._moved, self._silence_left = self._stream.moved, self._patience
+        self._left -= 1
+        self._silence_left -= 1
+        if not (self._left and self._silence_left) and not self._bound.expired():
+            self._bound.reschedule(now)
 
 
 class Pace:
     """Ends what a peer is too slow for.
 
     Args:
-        patience: ticks that anything may take.
-        nbytes_per_tick: the lowest rate beyond that.
-        tick_s: how long a tick is, while the loop runs. Of a loop that is held up for longer, one tick is counted.
+        patience: ticks in which nothing moves, at most.
+        nbytes_per_tick: the lowest rate, beyond these ticks.
+        tick_s: how long a tick is, while the loop runs. Of a loop that is held up for longer, one tick is counted. While a
+            stream waits for its turn here, none is.
     """
 
     def __init__(self, patience: int = 10, nbytes_per_tick: int = 1 << 20, tick_s: float = 1.0) -> None:
         self._patience = patience
         self._nbytes_per_tick = nbytes_per_tick
         self._tick_s = tick_s
-        self._left: dict[asyncio.Timeout, int] = {}
+        self._waits: set[_Wait] = set()
         self._is_ticking = False
 
     @contextlib.asynccontextmanager
-    async def within(self, nbytes: int) -> AsyncIterator[None]:
-        """Bounds a block in which so many bytes come or go.
+    async def within(self, stream: Stream, nbytes: int) -> AsyncIterator[None]:
+        """Bounds a block in which so many bytes come or go over a stream.
 
         Raises:
             ConnectionAbortedError: on leaving the block: the peer was too slow.
         """
         bound = asyncio.timeout(None)
-        ticks = self._left[bound] = self._patience + nbytes // self._nbytes_per_tick
+        ticks = self._patience + nbytes // self._nbytes_per_tick
+        wait = _Wait(bound, stream, ticks, self._patience)
+        self._waits.add(wait)
         if not self._is_ticking:
             self._is_ticking = True
             asyncio.get_running_loop().call_later(self._tick_s, self._tick)
@@ -94,20 +136,19 @@ class Pace:
             if not bound.expired():
                 raise
             raise ConnectionAbortedError(
-                f"the peer was too slow: {nbytes} bytes took more than {ticks * self._tick_s:g} s"
+                f"the peer was too slow: {nbytes} bytes took more than {ticks * self._tick_s:g} s, or nothing moved for "
+                f"{self._patience * self._tick_s:g} s"
             ) from None
         finally:
-            del self._left[bound]
+            self._waits.remove(wait)
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()
-        self._is_ticking = bool(self._left)
+        self._is_ticking = bool(self._waits)
         if self._is_ticking:  # nothing ticks while nothing is waited for
             loop.call_later(self._tick_s, self._tick)
-        for bound in self._left:
-            self._left[bound] -= 1
-            if not self._left[bound]:
-                bound.reschedule(loop.time())
+        for wait in self._waits:
+            wait.tick(loop.time())
 
 
 class Stream:
@@ -116,6 +157,11 @@ class Stream:
     Args:
         connected: the socket, which is this stream's from now on; perhaps with TLS, whose handshake is still to come.
         turns: of all streams of this loop that receive much; None: it takes what comes.
+
+    Attributes:
+        closed: whether it was closed here.
+        moved: how often something has come or gone.
+        waits_here: whether it waits for its turn, or for a thread, and not for its peer.
     """
 
     def __init__(self, connected: socket.socket, turns: Turns | None = None) -> None:
@@ -124,6 +170,7 @@ class Stream:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # hosts vanish without a word
         for option, seconds in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
             connected.setsockopt(socket.IPPROTO_TCP, option, seconds)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)  # also while something is sent
         self._socket = connected
         self._fd = connected.fileno()
         self._turns = turns
@@ -131,15 +178,47 @@ class Stream:
         self._waiting: tuple[list[asyncio.Future[None]], list[asyncio.Future[None]]] = [], []
         self._wakes_at_nbytes = 1
         self.closed = False
+        self.moved = 0
+        self.waits_here = False
 
-    async def handshake(self) -> None:
+    async def handshake(self, thread: Executor | None = None) -> None:
         """Does the handshake of TLS, if this stream has that.
+
+        Args:
+            thread: where its arithmetic is done, which takes milliseconds; None: here. A peer that says nothing takes no time
+                there. If the caller is cancelled, this ends when the thread has left the socket.
 
         Raises:
             OSError: it failed (``ssl.SSLError``).
         """
-        if isinstance(self._socket, ssl.SSLSocket):
+        if not isinstance(self._socket, ssl.SSLSocket):
+            return
+        if thread is None:
             await self._carry_out(self._socket.do_handshake, _READABLE)
+            return
+        while True:
+            try:
+                await self._in_thread(thread, self._socket.do_handshake)
+                return
+            except ssl.SSLWantReadError:
+                await self._until(_READABLE)
+            except ssl.SSLWantWriteError:
+                await self._until(_WRITABLE)
+
+    async def _in_thread(self, thread: Executor, call: Callable[[], object]) -> None:
+        self.waits_here = True
+        working = thread.submit(call)
+        try:
+            await asyncio.wrap_future(working)
+        except asyncio.CancelledError:
+            while not working.done():  # it has begun: it would read from another one's descriptor, after a close
+                left = asyncio.wrap_future(working)
+                left.add_done_callback(retrieve)
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([left])
+            raise
+        finally:
+            self.waits_here = False
 
     async def fill(self, memory: memoryview, nbytes: int) -> None:
         """Receives so many bytes into memory. When this returns or raises, nothing writes there any more.
@@ -162,6 +241,7 @@ class Stream:
         nbytes: int = await self._carry_out(lambda: self._socket.recv_into(memory), _READABLE, self._turns)
         if not nbytes:
             raise EOFError("the peer has closed the connection")
+        self.moved += 1
         if self._turns is not None:
             self._turns.spend(nbytes)
         return nbytes
@@ -178,6 +258,7 @@ class Stream:
                 left = memoryview(part).cast("B")
                 while left:
                     sent = await self._carry_out(lambda: self._socket.send(left[:_AT_ONCE_NBYTES]), _WRITABLE)  # noqa: B023  # at once
+                    self.moved += 1
                     left = left[sent:]
         except BaseException:
             self.close()
@@ -208,7 +289,11 @@ class Stream:
         """Calls something that does not block, when it would not."""
         while True:
             if turns is not None:
-                await turns.take()
+                self.waits_here = True
+                try:
+                    await turns.take(self)
+                finally:
+                    self.waits_here = False
             if self.closed:
                 raise _closed()
             try:

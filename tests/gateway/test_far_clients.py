@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,9 @@ async def handler(claim: shmring.Claim) -> None:
         case "stream":
             for number in range(payload["times"]):
                 await claim.reply({"number": number, "x": payload["x"] + number})
+        case "say":
+            for _ in range(payload["times"]):
+                await claim.reply("x" * payload["nbytes"])
         case "fail":
             raise ValueError("this one fails")
         case "time out":
@@ -215,6 +220,42 @@ async def test_replies_that_nobody_reads_are_bounded(ring: shmring.Ring, client:
     assert numbers == list(range(60))
 
 
+async def test_replies_in_records_that_are_read_late_are_all_there(ring: shmring.Ring, client: shmring.Client) -> None:
+    """They are more than a window, and the engine does not wait with them."""
+    texts: Any = await client.submit({"do": "say", "times": 500, "nbytes": 60_000})
+    await eventually(lambda: ring.statistics().running == 0)
+    assert [len(await texts.next()) for _ in range(500)] == [60_000] * 500
+    with pytest.raises(StopAsyncIteration):
+        await texts.next()
+
+
+async def test_a_connection_that_is_refused_is_one_less(ring: shmring.Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shmring.gateway.gateway._MOST_PEERS", 1)
+    async with shmring.connect(ring.address, token=TOKEN) as client:
+        with pytest.raises(shmring.RemoteProtocolError, match="too many connections"):
+            await client.request({"n": 1}, timeout=60)
+        assert await client.call("doubled", 1, timeout=60) == 2
+        monkeypatch.setattr("shmring.gateway.gateway._MOST_PEERS", 2)
+        waiting = asyncio.create_task(client.request({"do": "wait"}))
+        await eventually(lambda: ring.statistics().running == 1)
+        replies = await asyncio.gather(*[client.request({"n": n}, timeout=60) for n in range(5)])
+        assert [reply["n"] for reply in replies] == list(range(5))
+        assert not waiting.done()
+        assert len(gateway_of(ring)._peers) == 2
+        await cancel(waiting)
+
+
+async def test_each_address_of_a_host_is_tried(ring: shmring.Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def getaddrinfo(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
+        hosts = ["127.0.0.9", "127.0.0.1"] if host == "localhost" else [host]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (each, port)) for each in hosts]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    address = ring.address.replace("127.0.0.1", "localhost")
+    async with shmring.connect(address, token=TOKEN, connect_timeout_s=20) as client:
+        assert await client.request({"n": 1}, timeout=60) == {"n": 1}
+
+
 FAR_AWAY: dict[str, Callable[[shmring.Client], Awaitable[Any]]] = {
     "keep": lambda client: client.keep(KEY, {"x": torch.ones(3)}),
     "wait_kept": lambda client: client.wait_kept(KEY),
@@ -260,6 +301,7 @@ async def test_the_other_calls_are_as_on_the_engines_host(ring: shmring.Ring, cl
     assert client.engines[ring.address].copies == 0
     assert client.loads()[ring.address].responds
     assert client.choose() == ring.address
+    assert client.client_id == 0  # the engine knows the gateway's
 
 
 async def test_one_client_has_engines_on_this_host_and_on_others(socket_dir: Path) -> None:
@@ -367,3 +409,38 @@ async def test_with_tls_it_is_the_same(socket_dir: Path, certificate: tuple[Path
             await shmring.connect(ring.address, token=TOKEN, tls=ssl.create_default_context())
         with pytest.raises((shmring.EngineDeadError, shmring.RemoteProtocolError)):
             await shmring.connect(ring.address, token=TOKEN, connect_timeout_s=0.01)  # without TLS
+
+
+async def test_handshakes_of_tls_leave_the_loop_its_turns(socket_dir: Path, certificate: tuple[Path, Path]) -> None:
+    """Who says nothing keeps no other handshake waiting. A connection that is given up stays open while a thread is at it."""
+    threads: list[int] = []
+    goes_on = threading.Event()
+
+    class Watched(ssl.SSLSocket):
+        def do_handshake(self, block: bool = False) -> None:
+            threads.append(threading.get_ident())
+            assert goes_on.wait(60)
+            assert self.fileno() >= 0
+            super().do_handshake(block)
+
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served.sslsocket_class = Watched
+    served.load_cert_chain(*certificate)
+    async with serving(socket_dir, listen="localhost:0", tls=served) as ring:
+        place = ("localhost", int(ring.address.split("/")[2].split(":")[1]))
+        with socket.create_connection(place), socket.create_connection(place):
+            gateway = gateway_of(ring)
+            await eventually(lambda: len(gateway._silent) == 2 and threads)
+            given_up = next(iter(gateway._silent))
+            given_up.cancel()
+            await turns()
+            given_up.cancel()
+            await turns()
+            assert not given_up.done()
+            goes_on.set()
+            await eventually(given_up.done)
+            assert given_up.cancelled()
+            trusting = ssl.create_default_context(cafile=str(certificate[0]))
+            async with shmring.connect(ring.address, token=TOKEN, tls=trusting) as client:
+                assert await client.request({"n": 1}, timeout=60) == {"n": 1}
+    assert threading.get_ident() not in threads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from shmring.transport.far_wire import (
     HELLO_NBYTES,
     MAX_HEAD_NBYTES,
     PREAMBLE,
+    WINDOW_NBYTES,
     Abort,
     Call,
     End,
@@ -31,8 +33,9 @@ from shmring.transport.far_wire import (
     frame,
     hello_bytes,
 )
-from shmring.transport.streams import Pace
+from shmring.transport.streams import Pace, Stream
 from tests.gateway.test_far_clients import MIB, TOKEN, gateway_of, serving
+from tests.transport.test_streams import connected
 from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.filterwarnings("error::ResourceWarning")
@@ -274,9 +277,12 @@ async def test_a_loop_that_was_held_up_has_not_waited_for_its_peers() -> None:
             pass
         loop.call_soon(held_up.set)
 
-    async with pace.within(0):
-        loop.call_soon(hold_up)
-        await held_up.wait()
+    with connected() as (here, _):
+        stream = Stream(here)
+        async with pace.within(stream, 0):
+            loop.call_soon(hold_up)
+            await held_up.wait()
+        stream.close()
 
 
 @pytest.mark.both_loops
@@ -316,4 +322,90 @@ async def test_connections_that_have_the_token_are_bounded(ring: shmring.Ring, m
             await stack.enter_async_context(peer_of(ring))
         with pytest.raises(shmring.RemoteProtocolError, match="too many connections"):
             await shmring.connect(ring.address, token=TOKEN)
+    await require_that_all_is_well(ring, 0)
+
+
+async def test_who_vanishes_while_a_request_waits_for_a_slot_leaves_nothing(ring: shmring.Ring, socket_dir: Path) -> None:
+    """Nobody reads what comes over that request's connection."""
+    head, body = request_of({"do": "wait", "x": X["x"]})
+    near = await shmring.connect("far", socket_dir=str(socket_dir))
+    async with near, peer_of(ring) as first, peer_of(ring) as second:
+        await second.send(head + body)
+        await eventually(lambda: ring.statistics().running == 1)
+        async with near.slot("8MiB"):
+            await second.send(request_of({"x": torch.ones(6 * MIB // 4)}, 2)[0])
+            await eventually(lambda: gateway_of(ring)._filling.requests == 1)
+            first.writer.close()
+            await eventually(lambda: ring.statistics().running == 0 and not gateway_of(ring)._peers)
+            assert gateway_of(ring)._filling.requests == 0
+    await require_that_all_is_well(ring, 1)
+
+
+async def test_a_number_is_its_requests_from_its_head_on(ring: shmring.Ring) -> None:
+    async with peer_of(ring) as first, peer_of(ring) as second, peer_of(ring) as third:
+        await second.send(HEAD + BODY[:1000])
+        await eventually(lambda: gateway_of(ring)._client.statistics().slots_writing == 1)
+        await third.send(HEAD + BODY)
+        assert await third.read_to_the_end() == b""
+        await second.send(BODY[1000:])
+        assert [type(await second.answer()).__name__ for _ in range(2)] == ["Reply", "End"]
+        await first.send(request_of({"n": 1}, 1)[0])
+        assert type(await first.answer()).__name__ == "Reply"
+    await require_that_all_is_well(ring, 2)
+
+
+async def test_a_session_has_its_part_of_the_limits_and_one_more_for_each_connection(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of twelve. A request may have been given up by closing its connection, which the gateway has not heard yet."""
+    monkeypatch.setattr("shmring.gateway.peer._FEW", 3)
+    monkeypatch.setattr("shmring.ring.limits.MAX_CALLS", 12)
+    async with serving(socket_dir, max_inflight=12) as ring:
+        waits = [request_of({"do": "wait"}, number)[0] for number in range(9)]
+        calls = [frame(Call(number, "never", b"\x90")) for number in range(9)]
+        async with peer_of(ring) as first, peer_of(ring) as second:
+            await first.send(b"".join(waits[:3] + calls[:3]))
+            await second.send(b"".join(waits[3:5]))
+            await eventually(lambda: ring.statistics().running == 5)
+            await first.send(waits[5])
+            assert await first.read_to_the_end() == b""
+        async with peer_of(ring) as first, peer_of(ring) as second:
+            await first.send(b"".join(calls[:3]))
+            await eventually(lambda: next(iter(gateway_of(ring)._sessions.values())).calls == 3)
+            await second.send(calls[3])
+            assert await second.read_to_the_end() == b""
+        await require_that_all_is_well(ring, 5)
+
+
+async def test_replies_in_records_that_nobody_reads_are_bounded(ring: shmring.Ring) -> None:
+    """The engine does not wait with them. The peer takes what comes, and never says that it has read something."""
+    async with peer_of(ring) as peer:
+        await peer.send(request_of({"do": "say", "times": 3000, "nbytes": 60_000})[0])
+        answers: list[Any] = []
+        async with asyncio.timeout(60):
+            while not answers or not isinstance(answers[-1], End):
+                answers.append(await peer.answer())
+        assert answers[-1].failed[:2] == ("invalid", "CapacityError")
+        assert (len(answers) - 1) * 60_000 <= WINDOW_NBYTES + 60_000
+    await require_that_all_is_well(ring, 1)
+
+
+async def test_an_accept_that_fails_again_and_again_leaves_the_loop_its_turns(
+    ring: shmring.Ring, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = 0
+
+    async def sock_accept(_: socket.socket) -> None:
+        nonlocal tried
+        tried += 1
+        raise OSError(errno.ENETDOWN, "the network is down")
+
+    monkeypatch.setattr("shmring.gateway.gateway._PAUSE_S", 0.001)
+    with monkeypatch.context() as broken:
+        broken.setattr(asyncio.get_running_loop(), "sock_accept", sock_accept)
+        async with peer_of(ring):  # was accepted before
+            await eventually(lambda: tried > 5)
+    assert [record.message.partition(":")[0] for record in caplog.records if "accepted" in record.message] == [
+        "no connections from other hosts are accepted for now"
+    ]
     await require_that_all_is_well(ring, 0)

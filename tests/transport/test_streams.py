@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import numpy as np
 import pytest
@@ -113,12 +113,109 @@ async def test_what_all_streams_receive_in_a_turn_is_bounded() -> None:
     assert max(received) <= 2 * (MIB // 2 + MIB // 4)
 
 
+async def test_who_always_has_more_leaves_the_others_their_turns() -> None:
+    """One call of one stream is all that a turn allows."""
+    order: list[int] = []
+
+    async def receive(number: int, stream: Stream, memory: memoryview) -> None:
+        for _ in range(40):
+            await stream.receive(memory)
+            order.append(number)
+
+    shared = Turns(1)
+    with contextlib.ExitStack() as stack:
+        pairs = [stack.enter_context(connected()) for _ in range(3)]
+        for _, there in pairs:
+            there.sendall(bytes(40_000))
+        streams = [Stream(here, shared) for here, _ in pairs]
+        memory = memoryview(bytearray(1000))
+        await asyncio.gather(*[receive(number, stream, memory) for number, stream in enumerate(streams)])
+        for stream in streams:
+            stream.close()
+    for end in range(len(order)):
+        counts = [order[:end].count(number) for number in range(3)]
+        assert max(counts) - min(counts) <= 2, order
+
+
+async def test_who_leaves_the_line_or_has_nothing_to_read_stops_nobody() -> None:
+    shared = Turns(1)
+    with connected() as (here, there), connected() as (silent, _):
+        stream, memory = Stream(here, shared), memoryview(bytearray(100))
+        there.sendall(bytes(1000))
+        nothing = Stream(silent, shared)
+        waiting = asyncio.create_task(nothing.receive(memory))
+        leaving = asyncio.create_task(shared.take(None))
+        filling = asyncio.create_task(stream.fill(memoryview(bytearray(1000)), 1000))
+        shared.spend(1)  # their turns begin after this one
+        await asyncio.sleep(0)
+        assert len(shared._line) == 3
+        await cancel(leaving)
+        await filling
+        assert not waiting.done()
+        await cancel(waiting)
+        stream.close()
+        nothing.close()
+
+
 async def test_a_peer_has_its_patience_and_the_time_for_its_bytes() -> None:
     pace = Pace(patience=2, nbytes_per_tick=100, tick_s=0.005)
-    with pytest.raises(ConnectionAbortedError, match=r"350 bytes took more than 0\.025 s"):
-        async with pace.within(350):
-            await asyncio.Event().wait()
-    with pytest.raises(TimeoutError):  # another one's
-        async with pace.within(10_000), asyncio.timeout(0):
-            await asyncio.Event().wait()
-    assert not pace._left
+    with connected() as (here, _):
+        stream = Stream(here)
+        with pytest.raises(ConnectionAbortedError, match=r"350 bytes took more than 0\.025 s, or nothing moved for 0\.01 s"):
+            async with pace.within(stream, 350):
+                await asyncio.Event().wait()
+        with pytest.raises(TimeoutError):  # another one's
+            async with pace.within(stream, 10_000), asyncio.timeout(0):
+                await asyncio.Event().wait()
+        stream.close()
+    assert not pace._waits
+
+
+async def test_patience_begins_again_when_something_moves_and_the_lowest_rate_stays() -> None:
+    pace = Pace(patience=2, nbytes_per_tick=100, tick_s=1000)
+
+    async def tick() -> None:
+        pace._tick()
+        await turns(5)
+
+    with connected() as (here, there):
+        stream, memory = Stream(here), memoryview(bytearray(10))
+
+        async def move() -> None:
+            there.send(b"x")
+            await stream.receive(memory)
+
+        async def bounded(*steps: Callable[[], Awaitable[None]]) -> None:
+            async with pace.within(stream, 350):
+                for step in steps:
+                    await step()
+                    await tick()
+
+        async with pace.within(stream, 350):  # five ticks
+            for _ in range(4):
+                await move()
+                await tick()
+            stream.waits_here = True  # for its turn
+            for _ in range(9):
+                await tick()
+            stream.waits_here = False
+        with pytest.raises(ConnectionAbortedError):  # it moves, too slowly
+            await bounded(move, move, move, move, move)
+        with pytest.raises(ConnectionAbortedError):  # it has fallen silent
+            await bounded(move, lambda: stream.send(b"x"), turns, turns)
+        stream.close()
+
+
+async def test_who_stands_in_line_is_not_slow() -> None:
+    shared = Turns(1)
+    with connected() as (here, there):
+        stream = Stream(here, shared)
+        there.send(b"x")
+        receiving = asyncio.create_task(stream.receive(memoryview(bytearray(1))))
+        shared.spend(1)
+        await asyncio.sleep(0)
+        assert stream.waits_here
+        assert await receiving == 1
+        assert not stream.waits_here
+        assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+        stream.close()
