@@ -385,7 +385,9 @@ async def test_replies_in_records_that_nobody_reads_are_bounded(ring: shmring.Ri
         async with asyncio.timeout(60):
             while not answers or not isinstance(answers[-1], End):
                 answers.append(await peer.answer())
-        assert answers[-1].failed[:2] == ("invalid", "CapacityError")
+        failed = answers[-1].failed
+        assert failed is not None
+        assert failed[:2] == ("invalid", "CapacityError")
         assert (len(answers) - 1) * 60_000 <= WINDOW_NBYTES + 60_000
     await require_that_all_is_well(ring, 1)
 
