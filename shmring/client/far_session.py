@@ -52,7 +52,7 @@ from shmring.errors import (
     ShmringError,
 )
 from shmring.line import WaitingLine
-from shmring.memory.bundles import Bundle, bundle
+from shmring.memory.bundles import Bundle, bounds_of, bundle
 from shmring.transport.far_wire import (
     HEADER,
     MAX_HEAD_NBYTES,
@@ -76,9 +76,8 @@ __all__ = ["Access", "FarSession", "Tls", "keeps_nothing", "tls_of"]
 #: How connections between hosts are encrypted: by a context, or not at all. None: only those that leave this host have to be.
 Tls = ssl.SSLContext | Literal["off"] | None
 
-_MOST_CONNECTIONS = (
-    4  # for requests: a core sends some GB a second over one; more are for those that wait for a slot at the engine
-)
+# For requests. A core sends some GB a second over one; more are for those that wait for a slot at the engine.
+_MOST_CONNECTIONS = 4
 _MOST_WELCOME_NBYTES = 64 << 10
 
 
@@ -210,7 +209,7 @@ class FarSession:
                 certificate or its address allows none.
         """
         self.check_alive()
-        packed = bundle(payload, **_bounds(self.welcome))
+        packed = bundle(payload, **bounds_of(self.welcome))
         nbytes, parts = packed.laid_out()
         if nbytes > self.welcome.leasable_nbytes:
             raise CapacityError(
@@ -353,6 +352,8 @@ class FarSession:
             )
         check_count(f"the arguments of {method}", encoded, self.welcome.max_values)
         await self._free_calls.acquire()  # until the engine has answered, even if the caller no longer waits
+        if self.life.error is not None:
+            self._free_calls.release()  # so that the next one that waits learns it, too
         self.check_alive()
         number = next(self._numbers)
         future = self._results[number] = self.loop.create_future()
@@ -579,14 +580,6 @@ class _NothingKept:
 def keeps_nothing() -> LocalProtocolError:
     """Returns the error of callers who keep content from another host."""
     return LocalProtocolError("the engine is on another host: only clients on its own host keep content there, or wait for it")
-
-
-def _bounds(welcome: Welcome) -> dict[str, int]:
-    return {
-        "max_tensors": welcome.max_tensors,
-        "max_payload_nbytes": welcome.max_payload_nbytes,
-        "max_values": welcome.max_values,
-    }
 
 
 def _error_of(submission: FarSubmission, kind: str, type_name: str, text: str) -> Exception:

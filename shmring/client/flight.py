@@ -1,8 +1,8 @@
-"""What a client on another node may have in flight: requests, and bytes of their tensors.
+"""What may be in flight between hosts: requests, and bytes of their tensors.
 
-Ray's object store does not refuse what does not fit: it writes other objects to disk, and everything becomes ten times slower.
-So each client keeps below a bound of its own, and further requests wait here, in order. A request that is larger than the bound
-goes alone.
+Of a far client, of all that a gateway receives, and of what a client has in Ray's object store, which does not refuse what does
+not fit: it writes other objects to disk, and everything becomes ten times slower. Further requests wait here, in order. A
+request that is larger than the bound goes alone.
 
 Invariants: what is counted is what has begun and not ended; a cancelled waiter counts nothing and delays nobody.
 """

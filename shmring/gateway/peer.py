@@ -39,7 +39,7 @@ from shmring.errors import (
     RemoteProtocolError,
     ShmringError,
 )
-from shmring.memory.bundles import Bundle, bundle, check_bundle
+from shmring.memory.bundles import Bundle, bounds_of, bundle, check_bundle
 from shmring.ring.injecting import Unread
 from shmring.transport.far_wire import (
     HEADER,
@@ -125,11 +125,7 @@ class Peer:
         self._filling = filling
         self._description = description
         self._welcome = welcome
-        self._bounds = {
-            "max_tensors": welcome.max_tensors,
-            "max_payload_nbytes": welcome.max_payload_nbytes,
-            "max_values": welcome.max_values,
-        }
+        self._bounds = bounds_of(welcome)
         self._session = session
         self._own: set[int] = set()  # its requests that came over this connection
         self._answering: set[asyncio.Task[None]] = set()

@@ -30,7 +30,7 @@ from shmring.errors import RemoteProtocolError
 from shmring.memory.tensors import convert, make_packer, other_view
 from shmring.memory.views import TORCH_DTYPES
 
-__all__ = ["Bundle", "bundle", "check_bundle", "copied_bundle"]
+__all__ = ["Bundle", "bounds_of", "bundle", "check_bundle", "copied_bundle"]
 
 _MOST = (1 << 63) - 1  # bytes in a record: here, nothing has to fit one
 
@@ -137,6 +137,11 @@ class _Memory:
 @functools.cache
 def _packer(max_tensors: int, max_payload_nbytes: int, max_values: int) -> Packer:
     return make_packer(max_tensors, max_payload_nbytes, max_values)
+
+
+def bounds_of(limits: Any) -> dict[str, int]:
+    """Returns the bounds of :func:`bundle` and :func:`check_bundle`, of an object that has them as attributes."""
+    return {name: getattr(limits, name) for name in ("max_tensors", "max_payload_nbytes", "max_values")}
 
 
 def bundle(payload: object, *, max_tensors: int, max_payload_nbytes: int, max_values: int) -> Bundle:

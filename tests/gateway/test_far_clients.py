@@ -271,6 +271,16 @@ async def test_what_can_not_be_done_from_another_host_says_so(
         await call(client)
 
 
+async def test_calls_that_wait_for_others_end_with_the_engine(ring: shmring.Ring, client: shmring.Client) -> None:
+    """However many wait until fewer are on their way: each that learns of the end lets the next one learn it."""
+    calls = [asyncio.create_task(client.call("never")) for _ in range(200)]
+    await asyncio.sleep(0)
+    await ring.close()
+    async with asyncio.timeout(60):
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(end) for end in ends} == {shmring.EngineDeadError}
+
+
 async def test_the_other_calls_are_as_on_the_engines_host(ring: shmring.Ring, client: shmring.Client) -> None:
     assert await client.call("doubled", 21, timeout=60) == 42
     with pytest.raises(shmring.RemoteError, match="tripled"):

@@ -63,7 +63,7 @@ from shmring.errors import (
 )
 from shmring.integrations.ray.directory import Load, Where, membership
 from shmring.integrations.ray.wire import SMALL_NBYTES, Call, size_of, to_frame, to_outcome
-from shmring.memory.bundles import Bundle, bundle
+from shmring.memory.bundles import Bundle, bounds_of, bundle
 from shmring.request_options import EngineOptions
 from shmring.statistics import ClientStatistics
 
@@ -259,13 +259,7 @@ class FarClient:
             raise EngineDeadError(f"this process has left the Ray cluster of engine {self._name!r}", engine=self._name)
 
     def _pack(self, payload: object) -> Bundle:
-        where = self._where
-        return bundle(
-            payload,
-            max_tensors=where.max_tensors,
-            max_payload_nbytes=where.max_payload_nbytes,
-            max_values=where.max_values,
-        )
+        return bundle(payload, **bounds_of(self._where))
 
     async def _put(self, packed: Bundle) -> Any:
         if size_of(packed) < _THREAD_NBYTES:
