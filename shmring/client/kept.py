@@ -70,6 +70,7 @@ __all__ = ["Keeping", "Kept", "KeptContents"]
 _Payload = TypeVar("_Payload", default=Any)
 
 _TOLD_S = 0.002  # until the engine hears that a delivery was left, if nothing is asked before
+_ROOM_S = 0.02  # where there is no room, between two attempts: nobody tells this process what others have left
 _KEEP_NBYTES = 256  # at most, of the message that gives a slot, around its payload
 _NOT_FOUND = ("absent", "pins")  # the reasons that can answer a search
 _NOT_KEPT = ("full", "large", "pins", "ends")  # and those that can answer a slot that is handed over
@@ -77,8 +78,8 @@ _ENDS = "the engine is about to end, and keeps nothing more"
 _WHY_NOT = {
     "full": "the engine has no room to keep more: what it keeps is in use, or somebody waits for this memory; send it without "
     "keeping it",
-    "pins": "this client has pinned as much kept content as the engine lets it have; leave some of it, or raise "
-    "client_pinned_nbytes",
+    "pins": "this client has pinned, or delivered and nobody has taken, as much kept content as the engine lets it have; leave "
+    "some of it, or raise client_pinned_nbytes",
     "ends": _ENDS,
 }
 
@@ -98,15 +99,15 @@ class _Wait:
 
     Attributes:
         key: which one.
-        token: of the question to the engine.
         for_one: whether it is the name of a delivery, which one of the callers takes.
+        token: of the question to the engine.
         line: of the callers.
         is_ending: whether all of them had left, and the engine was told.
     """
 
     key: bytes
-    token: int
     for_one: bool = False
+    token: int = 0
     line: WaitingLine[Pin | NotKept] = dataclasses.field(default_factory=WaitingLine)
     is_ending: bool = False
 
@@ -189,14 +190,14 @@ class Kept(Generic[_Payload]):
     A payload with views of it is sent from where it lies, any number of times. Views that outlive the block keep the pin.
 
     Attributes:
-        key: that it is found by.
+        key: that it is found by; of a delivery, its name.
         nbytes: bytes of its slot.
     """
 
     __slots__ = ("__weakref__", "_content", "_contents", "_payload", "_payload_type", "_pin", "key", "nbytes")
 
-    def __init__(self, contents: KeptContents, pin: Pin, payload_type: Any) -> None:
-        self.key = pin.key
+    def __init__(self, contents: KeptContents, pin: Pin, payload_type: Any, name: bytes | None = None) -> None:
+        self.key = pin.key if name is None else name
         self.nbytes: int = pin.found.nbytes
         self._contents = contents
         self._pin: Pin | None = pin
@@ -311,6 +312,7 @@ class KeptContents:
         self._publishing: set[asyncio.Task[None]] = set()
         self._left_generations: list[int] = []  # of deliveries, of which the engine does not know yet that they were left
         self._telling: asyncio.TimerHandle | None = None
+        self._ends = False  # whether the engine has said that it keeps nothing more
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -388,12 +390,20 @@ class KeptContents:
 
     async def take(self, name: bytes, payload_type: Any, absent: Callable[[], object] | None) -> Kept[Any]:
         """See :meth:`shmring.client.deliveries.Deliveries.take`."""
-        while True:  # another caller of this client may have taken it
+
+        def absent_once() -> None:
+            nonlocal absent
+            call, absent = absent, None
+            if call is not None:
+                call()
+
+        while True:  # who comes just when the last one leaves hears that there is nothing, and waits anew
             self.life.check_alive()
-            pin = self._found(await self._await_in_line(name, for_one=True, absent=absent))
-            if pin is not None:
-                return self._handed_out(pin, payload_type)
-            absent = None
+            answer = await self._await_in_line(name, for_one=True, absent=None if absent is None else absent_once)
+            if isinstance(answer, NotKept) and answer.reason == "pins":
+                await asyncio.sleep(_ROOM_S)  # until views of what this client has pinned have died
+            elif (pin := self._found(answer)) is not None:
+                return self._handed_out(pin, payload_type, name)
 
     async def _await_in_line(
         self, key: bytes, *, for_one: bool = False, absent: Callable[[], object] | None = None
@@ -412,21 +422,27 @@ class KeptContents:
         if wait is None:
             if len(self._waits) >= MAX_WAITS:
                 raise WouldBlock(f"callers of this client wait for {len(self._waits)} keys, and the engine takes no more")
-            wait = self._waits[key, for_one] = _Wait(key, next(self._tokens), for_one)
-            self._waited[wait.token] = wait
-            try:
-                self._tell_left()
-                self._link.send(Find(wait.token, key, waits=True, for_one=for_one))
-            except BaseException:  # it was not sent
-                del self._waits[key, for_one], self._waited[wait.token]
-                raise
+            wait = _Wait(key, for_one)
+            self._ask(wait)
         place = wait.line.enter()
         try:
             if absent is not None:
                 await self._echo(key, wait, place, absent)
-            return await wait.line.stay(place, self._unused, lambda _: self._left(wait))
+            return await wait.line.stay(place, lambda answer: self._unused_of(wait, answer), lambda _: self._left(wait))
         finally:
             del place
+
+    def _ask(self, wait: _Wait) -> None:
+        """Asks the engine for those who wait for a key."""
+        key, for_one = wait.key, wait.for_one
+        wait.token = next(self._tokens)
+        self._waits[key, for_one] = self._waited[wait.token] = wait
+        try:
+            self._tell_left()
+            self._link.send(Find(wait.token, key, waits=True, for_one=for_one))
+        except BaseException:  # it was not sent
+            del self._waits[key, for_one], self._waited[wait.token]
+            raise
 
     async def _echo(self, key: bytes, wait: _Wait, place: Place[Pin | NotKept], absent: Callable[[], object]) -> None:
         """Asks for other content behind a question that waits: its answer comes behind what answers that at once."""
@@ -439,15 +455,23 @@ class KeptContents:
         try:
             echo = await self._send(key, None)
         except BaseException:
-            wait.line.leave(place, self._unused, lambda _: self._left(wait))
+            wait.line.leave(place, lambda answer: self._unused_of(wait, answer), lambda _: self._left(wait))
             raise
         echo.add_done_callback(echoed)
 
     def _left(self, wait: _Wait) -> None:
         """A caller waits no more. With the last one, the engine is told; it answers, too."""
-        if not wait.line and not wait.is_ending and self.life.error is None:
+        if not wait.line.is_waited_in and not wait.is_ending and self.life.error is None:
             wait.is_ending = True
             self._link.send(StopWaiting((wait.token,)))
+
+    def _unused_of(self, wait: _Wait, answer: Pin | NotKept) -> None:
+        """A caller was cancelled just when content came. The next caller of this client that waits for a delivery has it."""
+        others = self._waits.get((wait.key, True)) if wait.for_one and isinstance(answer, Pin) else None
+        if others is not None and others.line.give_first(answer):
+            self._left(others)
+        else:
+            self._unused(answer)
 
     def _came(self, wait: _Wait, answer: Found | NotKept) -> None:
         """The engine answers those that wait for a key.
@@ -462,10 +486,11 @@ class KeptContents:
         else:
             raise RemoteProtocolError(f"who waits for content is answered with {answer.reason!r}")
         del self._waits[wait.key, wait.for_one], self._waited[wait.token]
-        for place in [place for place, _ in wait.line.waiting()]:
-            if isinstance(result, Pin) and wait.for_one and result.users > 1:  # the caller before it has taken it
-                place.set_result(NotKept(wait.token, "absent"))
-                continue
+        waiting = [place for place, _ in wait.line.waiting()]
+        if isinstance(result, Pin) and wait.for_one and len(waiting) > 1:  # the others wait for the next one
+            del waiting[1:]
+            self._ask(wait)
+        for place in waiting:
             if isinstance(result, Pin):
                 result.enter()
             place.set_result(result)
@@ -480,8 +505,7 @@ class KeptContents:
         if not self._can_keep(packed) or packed.slots[0] is not slot._record:
             raise ValueError("what is kept without waiting lies in the slot that is given, with all its tensors")
         self._check_payload(packed.payload)
-        if self._load is not None and self._load.draining:
-            raise WouldBlock(_ENDS)
+        self._check_keeps()
         handed = _Handed(Keeping(key, self.life), slot._hand_on(), payload)
         if stream is not None:
             number = next(self._tokens)
@@ -523,13 +547,59 @@ class KeptContents:
 
     async def keep(self, key: bytes, payload: object) -> Kept[Any]:
         """See :meth:`Client.keep`."""
-        pin = await self._give(key, payload)
+        self._check_keeps()
+        packed = self.end.pack(payload)
+        if not self._can_keep(packed):
+            packed = self._pack_apart(payload)
+        self._check_payload(packed.payload)
+        copied: ClientSlotRecord | None = None
+        if packed.copied:
+            copied = await self._host_slots.acquire(packed.slot_nbytes, held=False)
+        try:
+            if copied is not None:
+                await self._sending.copy(packed, copied)
+            pin = await self._hand_over(key, packed, payload, copied)
+        except BaseException:
+            if copied is not None and copied.state is ClientSlot.WRITING:
+                self._host_slots.give_up(copied)
+            raise
         assert pin is not None
         return self._handed_out(pin, Any)
 
     async def deliver(self, name: bytes, payload: object, slot: Slot | None) -> None:
-        """See :meth:`shmring.client.deliveries.Deliveries.deliver`. The slot is left when the engine has the content."""
-        await self._give(name, payload, for_one=True, slot=slot)
+        """See :meth:`shmring.client.deliveries.Deliveries.deliver`. The slot is left when the engine has the content.
+
+        What is held meanwhile: the slot, or a copy in another one, which is made once.
+        """
+        self._check_keeps()
+        packed = None if slot is None else self.end.pack(payload)
+        if packed is None or slot is None or not self._can_keep(packed) or not self._can_give_away(slot, packed):
+            packed = self._pack_apart(payload)
+        self._check_payload(packed.payload)
+        if not packed.copied:
+            await self._deliver_from(name, packed, payload, None, slot)
+            return
+        own = self.end.hold(await self._host_slots.acquire(packed.slot_nbytes, held=True), False)
+        try:
+            await self._sending.copy(packed, own._record)
+            await self._deliver_from(name, packed, payload, own._record, own)
+        finally:
+            own.close()
+        if slot is not None:
+            slot.close()
+
+    async def _deliver_from(
+        self, name: bytes, packed: Packed, payload: object, copied: ClientSlotRecord | None, slot: Slot | None
+    ) -> None:
+        """Hands a slot over as a delivery when there is room."""
+        while True:
+            try:
+                await self._hand_over(name, packed, payload, copied, for_one=True, slot=slot)
+                return
+            except WouldBlock:
+                if self._ends:
+                    raise
+            await asyncio.sleep(_ROOM_S)
 
     def withdraw(self, names: Sequence[bytes]) -> None:
         """Takes deliveries back that nobody has taken: those of these names, or without names all of this client."""
@@ -537,41 +607,45 @@ class KeptContents:
         for start in range(0, max(1, len(names)), MAX_WITHDRAWN):
             self._link.send(Withdraw(tuple(names[start : start + MAX_WITHDRAWN])))
 
-    async def _give(self, key: bytes, payload: object, *, for_one: bool = False, slot: Slot | None = None) -> Pin | None:
+    def _check_keeps(self) -> None:
+        """Raises an error if the engine keeps nothing more."""
+        self.life.check_alive()
+        if self._ends or (self._load is not None and self._load.draining):
+            raise WouldBlock(_ENDS)
+
+    def _pack_apart(self, payload: object) -> Packed:
+        packed = self.end.pack_apart(payload)
+        if not packed.copied_nbytes:
+            raise ValueError("content that is kept has a tensor in it; there is none in this payload that has bytes")
+        return packed
+
+    async def _hand_over(
+        self,
+        key: bytes,
+        packed: Packed,
+        payload: object,
+        copied: ClientSlotRecord | None,
+        *,
+        for_one: bool = False,
+        slot: Slot | None = None,
+    ) -> Pin | None:
         """Hands content over; returns its pin, with one more user. None: it is a delivery.
 
         Args:
-            key, payload: of the content.
+            key, packed, payload: of the content.
+            copied: where it was copied to; None: it stays where it is.
             for_one: whether it is a delivery.
-            slot: that a delivery lies in; None: it is copied.
+            slot: that the delivery lies in, which is left when the engine has it.
         """
-        self.life.check_alive()
-        if self._load is not None and self._load.draining:
-            raise WouldBlock(_ENDS)
-        copied: ClientSlotRecord | None = None
-        packed = None if for_one and slot is None else self.end.pack(payload)
-        if packed is None or not self._can_keep(packed) or (slot is not None and not self._can_give_away(slot, packed)):
-            packed = self.end.pack_apart(payload)
-            if not packed.copied_nbytes:
-                raise ValueError("content that is kept has a tensor in it; there is none in this payload that has bytes")
-        self._check_payload(packed.payload)
-        if packed.copied:
-            copied = await self._host_slots.acquire(packed.slot_nbytes, held=False)
+        place = await self._send(key, (packed.payload, payload, copied), for_one=for_one, slot=slot)
         try:
-            if copied is not None:
-                await self._sending.copy(packed, copied)
-            place = await self._send(key, (packed.payload, payload, copied), for_one=for_one, slot=slot)
-            try:
-                answer = await self._line.stay(place, self._unused)
-            finally:
-                del place
-        except BaseException:
-            if copied is not None and copied.state is ClientSlot.WRITING:
-                self._host_slots.give_up(copied)
-            raise
+            answer = await self._line.stay(place, self._unused)
+        finally:
+            del place
         if isinstance(answer, NotKept):
             if answer.reason == "large":
                 raise self._too_large(packed.slot_nbytes or packed.in_place_nbytes)
+            self._ends = self._ends or answer.reason == "ends"
             raise WouldBlock(_WHY_NOT[answer.reason])
         return answer
 
@@ -587,9 +661,9 @@ class KeptContents:
         )
         return CapacityError(message, needed=nbytes, capacity=pinned_nbytes)
 
-    def _handed_out(self, pin: Pin, payload_type: Any) -> Kept[Any]:
+    def _handed_out(self, pin: Pin, payload_type: Any, name: bytes | None = None) -> Kept[Any]:
         try:
-            return Kept(self, pin, payload_type)
+            return Kept(self, pin, payload_type, name)
         except BaseException:
             self.leave(pin, None)
             raise
@@ -627,7 +701,7 @@ class KeptContents:
         Args:
             key: of the content.
             given: its payload as msgpack, the packed payload, and the slot; None: this is a search.
-            for_one, slot: as of :meth:`_give`.
+            for_one, slot: as of :meth:`_hand_over`.
 
         Returns:
             The place of the answer, in line.

@@ -77,6 +77,33 @@ async def test_a_delivery_goes_to_one_taker_whether_it_came_before_or_after(ring
     await nothing_is_left(ring)
 
 
+@pytest.mark.parametrize("others", [1, 2])
+async def test_what_came_for_who_is_cancelled_is_the_next_callers(
+    ring: Ring, ends: list[Deliveries], others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, taker, other_taker = ends
+    waiting = [asyncio.create_task(taken(taker.take(name("a")))) for _ in range(1 + others)]
+    await eventually(lambda: counts(ring)[3] == 1)
+    contents = session_of(taker._client).kept
+    came = contents._came
+
+    def came_and_cancelled(*answer: Any) -> None:
+        came(*answer)
+        waiting[0].cancel()
+
+    monkeypatch.setattr(contents, "_came", came_and_cancelled)
+    await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)
+    assert await waiting[1] == 1, "it is gone"
+    assert waiting[0].cancelled()
+    for task in waiting[2:]:
+        assert not task.done()
+        await cancel(task)
+    await eventually(lambda: counts(ring)[3] == 0)
+    await sender.deliver(name("a"), frame(2), timeout=LIMIT_S)
+    assert await taken(other_taker.take(name("a"))) == 2, "nobody waits for it any more"
+    await nothing_is_left(ring)
+
+
 async def test_of_two_callers_of_one_client_one_has_it_and_the_other_the_next(ring: Ring, ends: list[Deliveries]) -> None:
     sender, taker, _ = ends
     waiting = [asyncio.create_task(taken(taker.take(name("a")))) for _ in range(2)]
@@ -340,13 +367,29 @@ async def test_a_taker_that_uses_as_much_as_it_may_waits_for_its_own_views(ring:
     with pytest.raises(TimeoutError):
         await sender.deliver(name("3"), frame(3), timeout=0.1)  # what nobody has taken counts for its sender
     held = await taker.take(name("1"))
-    waiting = asyncio.create_task(taken(taker.take(name("2"))))
+    absent: list[str] = []
+    waiting = asyncio.create_task(taken(taker.take(name("2"), absent=lambda: absent.append("2"))))
     refused = ring.statistics().kept_refusals
     await eventually(lambda: ring.statistics().kept_refusals > refused)
     assert not waiting.done()
     held.close()
     assert await waiting == 2
-    await nothing_is_left(ring)
+    assert absent == [], "it was there"
+    waiting = asyncio.create_task(taken(taker.take(name("3"), absent=lambda: absent.append("3"))))
+    await eventually(lambda: absent == ["3"])
+    with await taker._client.keep(name("own"), frame(9)):
+        for number in (3, 4):
+            refused = ring.statistics().kept_refusals
+            await sender.deliver(name("3"), frame(number), timeout=LIMIT_S)
+            await eventually(lambda refused=refused: ring.statistics().kept_refusals > refused)
+            await sender.withdraw()
+            await eventually(lambda: (counts(ring)[0], counts(ring)[3]) == (0, 1))
+            with pytest.raises(shmring.WouldBlock):
+                await taker._client.keep(name("more"), frame(9))  # the answer comes behind what it has asked before
+    assert absent == ["3"]
+    await sender.deliver(name("3"), frame(5), timeout=LIMIT_S)
+    assert await waiting == 5
+    await eventually(lambda: (ring.statistics().kept_pinned, counts(ring)[3]) == (0, 0))
 
 
 ASKING: dict[str, Any] = {
@@ -395,6 +438,44 @@ async def test_views_that_a_taker_has_are_not_overwritten(ring: Ring, ends: list
     assert [int(view.sum()) for view in views] == [SIZE, 2 * SIZE, 3 * SIZE]
     views.clear()
     await nothing_is_left(ring)
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["which says so", "which has said nothing yet"])
+async def test_who_delivers_to_an_engine_that_drains_hears_of_it_at_once(
+    ring: Ring, ends: list[Deliveries], knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, taker, _ = ends
+    await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)
+    await ring.drain(0)
+    if not knows:
+        monkeypatch.setattr(session_of(sender._client).kept, "_load", None)
+    for _ in range(2):
+        with pytest.raises(shmring.WouldBlock, match="about to end"):
+            await sender.deliver(name("a"), frame(2), timeout=LIMIT_S)
+    assert await taken(taker.take(name("a"))) == 1, "what is there can be taken"
+    await nothing_is_left(ring)
+
+
+@pytest.mark.ring(kept_nbytes="64KiB")
+async def test_who_waits_for_room_copies_once(ring: Ring, ends: list[Deliveries], monkeypatch: pytest.MonkeyPatch) -> None:
+    sender, other, taker = ends
+    await other.deliver(name("a"), frame(1), timeout=LIMIT_S)
+    sending = session_of(sender._client).kept._sending
+    copies: list[object] = []
+    copy = sending.copy
+    monkeypatch.setattr(sending, "copy", lambda *what: (copies.append(what[0]), copy(*what))[1])
+    delivering = asyncio.create_task(sender.deliver(name("b"), frame(2), timeout=LIMIT_S))
+    await eventually(lambda: ring.statistics().kept_refusals >= 3)
+    assert await taken(taker.take(name("a"))) == 1
+    await delivering
+    assert len(copies) == 1
+    copies.clear()
+    with await taker.take(name("b")) as kept:
+        assert kept.key == name("b")
+        assert name("b").hex()[:16] in repr(kept)
+        assert int(kept.payload["frame"].sum()) == 2 * SIZE
+    await nothing_is_left(ring)
+    assert sender._client.statistics().slots_in_use == 0
 
 
 async def test_who_delivers_or_waits_hears_of_the_engines_end(ring: Ring, ends: list[Deliveries]) -> None:
