@@ -71,6 +71,7 @@ _Payload = TypeVar("_Payload", default=Any)
 
 _TOLD_S = 0.002  # until the engine hears that a delivery was left, if nothing is asked before
 _ROOM_S = 0.02  # where there is no room, between two attempts: nobody tells this process what others have left
+_TAKEN_KEY_NBYTES = 8  # of the key that a delivery is pinned under here; other keys have 32
 _KEEP_NBYTES = 256  # at most, of the message that gives a slot, around its payload
 _NOT_FOUND = ("absent", "pins")  # the reasons that can answer a search
 _NOT_KEPT = ("full", "large", "pins", "ends")  # and those that can answer a slot that is handed over
@@ -90,7 +91,7 @@ _Answer: TypeAlias = Pin | NotKept | None
 
 def _taken_key(found: Found) -> bytes:
     """Returns the key under which a delivery is pinned here: none of content, and of no other delivery."""
-    return found.generation.to_bytes(8, "big")
+    return found.generation.to_bytes(_TAKEN_KEY_NBYTES, "big")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -301,6 +302,7 @@ class KeptContents:
         self._load = load
         self._behind = behind
         self._key_of_regions = key_of_regions
+        self._payload_nbytes = min(MAX_KEPT_PAYLOAD_NBYTES, life.welcome.max_record_nbytes - _KEEP_NBYTES)
         self._tokens = itertools.count(1)
         self._pins: dict[int, Pin] = {}  # by generation; by key, the end has them
         self._asking = asyncio.Semaphore(MAX_FINDS)
@@ -438,7 +440,8 @@ class KeptContents:
         wait.token = next(self._tokens)
         self._waits[key, for_one] = self._waited[wait.token] = wait
         try:
-            self._tell_left()
+            if self._telling is not None:
+                self._tell_left()
             self._link.send(Find(wait.token, key, waits=True, for_one=for_one))
         except BaseException:  # it was not sent
             del self._waits[key, for_one], self._waited[wait.token]
@@ -504,7 +507,8 @@ class KeptContents:
         packed = self.end.pack(payload)
         if not self._can_keep(packed) or packed.slots[0] is not slot._record:
             raise ValueError("what is kept without waiting lies in the slot that is given, with all its tensors")
-        self._check_payload(packed.payload)
+        if len(packed.payload) > self._payload_nbytes:
+            raise self._too_long(packed.payload)
         self._check_keeps()
         handed = _Handed(Keeping(key, self.life), slot._hand_on(), payload)
         if stream is not None:
@@ -551,7 +555,8 @@ class KeptContents:
         packed = self.end.pack(payload)
         if not self._can_keep(packed):
             packed = self._pack_apart(payload)
-        self._check_payload(packed.payload)
+        if len(packed.payload) > self._payload_nbytes:
+            raise self._too_long(packed.payload)
         copied: ClientSlotRecord | None = None
         if packed.copied:
             copied = await self._host_slots.acquire(packed.slot_nbytes, held=False)
@@ -575,7 +580,8 @@ class KeptContents:
         packed = None if slot is None else self.end.pack(payload)
         if packed is None or slot is None or not self._can_keep(packed) or not self._can_give_away(slot, packed):
             packed = self._pack_apart(payload)
-        self._check_payload(packed.payload)
+        if len(packed.payload) > self._payload_nbytes:
+            raise self._too_long(packed.payload)
         if not packed.copied:
             await self._deliver_from(name, packed, payload, None, slot)
             return
@@ -679,14 +685,9 @@ class KeptContents:
         """Whether a delivery may be the slot itself: it lies there, and no thread may go on writing when the slot was left."""
         return packed.slots[0] is slot._record and not slot._drain
 
-    def _check_payload(self, payload: bytes) -> None:
-        capacity = min(MAX_KEPT_PAYLOAD_NBYTES, self.life.welcome.max_record_nbytes - _KEEP_NBYTES)
-        if len(payload) > capacity:
-            raise CapacityError(
-                f"what is kept beside tensors takes {len(payload)} bytes, and has to fit {capacity}",
-                needed=len(payload),
-                capacity=capacity,
-            )
+    def _too_long(self, payload: bytes) -> CapacityError:
+        message = f"what is kept beside tensors takes {len(payload)} bytes, and has to fit {self._payload_nbytes}"
+        return CapacityError(message, needed=len(payload), capacity=self._payload_nbytes)
 
     async def _send(
         self,
@@ -706,7 +707,6 @@ class KeptContents:
         Returns:
             The place of the answer, in line.
         """
-        self.life.check_alive()
         self.life.home.check_loop()
         await self._asking.acquire()  # until the engine has answered, even if the caller no longer waits
         try:
@@ -733,7 +733,8 @@ class KeptContents:
                     )
                 place = self._line.enter()
                 self._answers[token] = _Question(place, key, record, for_one, slot)
-                self._tell_left()
+                if self._telling is not None:
+                    self._tell_left()
                 self._link.send(message)
             except BaseException:  # the message was not sent
                 self._answers.pop(token, None)
@@ -900,7 +901,7 @@ class KeptContents:
             self.end.held.leave(pin.address)
             pin.record.state = ClientSlot.FREE  # a payload that is about to be sent from there is packed again
             generations = [pin.found.generation] * pin.count
-            if pin.key == _taken_key(pin.found):
+            if len(pin.key) == _TAKEN_KEY_NBYTES:
                 self._left_generations += generations
                 if self._telling is None:
                     self._telling = self.life.loop.call_later(_TOLD_S, self._tell_left)
@@ -911,9 +912,8 @@ class KeptContents:
             raise
 
     def _tell_left(self) -> None:
-        """Tells the engine which deliveries were left."""
-        if self._telling is None:
-            return
+        """Tells the engine which deliveries were left, as is planned."""
+        assert self._telling is not None
         self._telling.cancel()
         self._telling = None
         generations, self._left_generations = self._left_generations, []

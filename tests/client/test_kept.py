@@ -271,10 +271,10 @@ async def test_a_claim_with_one_content_twice_and_a_copy_beside(ring: Ring, clie
 async def test_too_many_pins_are_an_error(ring: Ring, connect: Any) -> None:
     client, other = await connect(), await connect()
     with await client.keep(key(1), {"x": pixels(1)}), await client.keep(key(2), {"x": pixels(2)}):
-        with pytest.raises(shmring.WouldBlock, match="pinned as much"):
+        with pytest.raises(shmring.WouldBlock, match="as much kept content"):
             await client.keep(key(3), {"x": pixels(3)})
         await give(other, 3)
-        with pytest.raises(shmring.WouldBlock, match="pinned as much"):
+        with pytest.raises(shmring.WouldBlock, match="as much kept content"):
             await client.find(key(3))
         with await client.find(key(1)):  # which it has already
             pass
@@ -444,7 +444,7 @@ async def test_more_than_may_ask_at_a_time_are_found_as_well(ring: Ring, connect
 async def test_if_not_all_of_many_can_be_pinned_none_is(ring: Ring, connect: Any) -> None:
     first, other = await connect(), await connect()
     await give(first, 1, 2, 3)
-    with pytest.raises(shmring.WouldBlock, match="pinned as much"):
+    with pytest.raises(shmring.WouldBlock, match="as much kept content"):
         await other.find_many([key(1), key(2), key(3)])
     await eventually(lambda: kept_pinned(ring) == 0)
     assert other.statistics().kept_pins == 0
@@ -632,7 +632,7 @@ async def test_who_waits_and_may_pin_nothing_more_is_told_so(ring: Ring, connect
         waiting = asyncio.create_task(other.wait_kept(key(2)))
         await eventually(lambda: ring.statistics().kept_waits == 1)
         await give(first, 2)
-        with pytest.raises(shmring.WouldBlock, match="pinned as much"):
+        with pytest.raises(shmring.WouldBlock, match="as much kept content"):
             await waiting
 
 

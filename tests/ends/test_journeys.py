@@ -167,7 +167,7 @@ BOUNDS = [
     Bound(large_request, 25, 8),
     Bound(new_lease, 43, 22),
     Bound(abort, 95, 53),  # the client's link still looks, and hears in time that the request has ended
-    Bound(keep_and_find, 71, 29),
+    Bound(keep_and_find, 69, 27),
     Bound(gather, 38, 13),
 ]
 

@@ -110,7 +110,7 @@ async def test_it_says_what_it_has_how_often_it_was_found_and_what_has_gone_and_
     async with connect(socket_dir) as client:
         await give(client, *range(5))
         with await client.find(key(4)), await client.find(key(3)):
-            with pytest.raises(shmring.WouldBlock, match="pinned as much"):
+            with pytest.raises(shmring.WouldBlock, match="as much kept content"):
                 await client.find(key(2))
             waiting = asyncio.create_task(client.wait_kept(key(99)))
             await give(client, 10, size=SIZE // 2)
