@@ -545,15 +545,15 @@ STORIES = {
         1 delivers 3@3+2 as a -> 1 has a at 3+2
         2 connects 4 -> 2 gets 2 at 5+4
         2 delivers 1@5 as b -> 2 has b at 5+1
-        2 delivers 2@6+2 as a -> 2 has a at 6+2
+        2 delivers 2@6 as a -> 2 has a at 6+1
         2 delivers 3@8 as c -> 2 released 3, 2 has none: pins
         2 delivers 4@8 as b -> 2 has b at 8+1
-        1 takes a -> 1 has a at 6+2
+        1 takes a -> 1 has a at 6+1
         2 recalls ->
         1 asks 4 -> 1 gets 3 at 1+4
         1 delivers 4@1+3 as d -> 1 has d at 1+3
         d ages ->
-        look -> 9 free, 2 kept, 2 pinned, 4 for replies""",
+        look -> 9 free, 1 kept, 1 pinned, 4 for replies""",
     "what a client has delivered counts for what it may hold, until it is taken": """
         kept=8 quota=4; 1 connects 3 -> 1 gets 1 at 1+3
         2 connects 1 -> 2 gets 2 at 4+1
