@@ -54,7 +54,7 @@ class Actor:
 
     async def on_enter(self, *_: object) -> Any:
         self.ran.append("enter")
-        return IDLE
+        return IDLE, b"a token"
 
     async def on_leave(self, *_: object) -> None:
         self.ran.append("leave")

@@ -59,7 +59,7 @@ def test_engines_and_clients_that_are_killed(nodes: Nodes, record_property: Any)
         until(lambda: running(engine) == 0)
         print(f"a killed client on node {number} was noticed after {time.monotonic() - killed_s:.2f} s")
     until(lambda: ray.get(engine.statistics.remote()).quarantined_nbytes == 0)
-    assert ray.get(engine.statistics.remote()).clients == 3  # with the gateway
+    until(lambda: ray.get(engine.statistics.remote()).clients == 3)  # with the gateway; Ray says a little later who has gone
 
     # The engine: everybody's requests fail, and the next ones find the engine that Ray starts.
     pending = {"near": near.requests.remote(HANG, 4), "far": far.requests.remote(HANG, 4)}
