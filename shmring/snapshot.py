@@ -135,16 +135,18 @@ class KeptSnapshot(msgspec.Struct, frozen=True):
     """Content that is kept.
 
     Attributes:
-        key: in hexadecimal digits.
+        key: in hexadecimal digits; of a delivery, its name.
         nbytes: of it.
         pins: clients and requests that use it; 0: its memory is as good as free.
         hits: how often it was found.
+        for_one: whether it is a delivery, for one taker: taken, or still to be taken.
     """
 
     key: str
     nbytes: int
     pins: int
     hits: int
+    for_one: bool = False
 
 
 class DroppedSnapshot(msgspec.Struct, frozen=True):

@@ -125,7 +125,13 @@ async def _drain(ring: shmring.Ring, stop: Stop, timeout_s: float) -> None:
     end_s = asyncio.get_running_loop().time() + timeout_s
     while (in_use := ring.statistics().kept_pinned) and not stop.hurry.is_set():
         if asyncio.get_running_loop().time() >= end_s:
-            logger.warning("contents that are still in use after %g s go: %d", timeout_s, in_use)
+            untaken = ring.statistics().deliveries_untaken
+            logger.warning(
+                "contents that are still in use after %g s go: %d, and %d that nobody has taken",
+                timeout_s,
+                in_use - untaken,
+                untaken,
+            )
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_S):

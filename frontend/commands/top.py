@@ -424,12 +424,15 @@ def _spending(snapshot: RingSnapshot) -> _Table:
 
 def _contents(snapshot: RingSnapshot) -> list[_Table]:
     """What a store keeps, and what has gone."""
-    rows = [[_mib(each.nbytes), f"{each.pins}", f"{each.hits}", each.key] for each in snapshot.kept]
+    rows = [
+        [_mib(each.nbytes), f"{each.pins}", f"{each.hits}", "one" if each.for_one else "all", each.key]
+        for each in snapshot.kept
+    ]
     kept = _Table(
-        ["memory", "in use by", "found", f"content ({snapshot.kept_count})"],
+        ["memory", "in use by", "found", "for", f"content ({snapshot.kept_count})"],
         rows,
         [False] * len(rows),
-        long=3,
+        long=4,
         count=snapshot.kept_count,
     )
     why = {"content": "other content", "lease": "what is written"}

@@ -19,6 +19,7 @@ from typing import Any
 from shmring.core.compiled import EngineBook, EngineEnd, LeaseRecord, Lending, Window
 from shmring.core.geometry import BLOCK_NBYTES, Geometry
 from shmring.core.loggers import logger_of
+from shmring.core.messages import KEY_NBYTES
 from shmring.core.printable import printable
 from shmring.core.states import EngineSlot, Lease
 from shmring.ring.frontend import Frontend
@@ -245,7 +246,7 @@ class Inspection:
     def _kept(self) -> Iterator[KeptSnapshot]:
         largest = heapq.nlargest(MAX_KEPT_SHOWN, self._book.kept.by_generation.values(), key=lambda kept: kept.nbytes)
         for kept in largest:
-            yield KeptSnapshot(kept.key.hex(), kept.nbytes, kept.pins, kept.hits)
+            yield KeptSnapshot(kept.key[:KEY_NBYTES].hex(), kept.nbytes, kept.pins, kept.hits, kept.for_one)
 
     def _oldest_requests(self, now: float) -> list[RequestSnapshot]:
         waiting = self._end.waiting

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import shmring
+from engine.store.process import _drain
 from shmring import Ring
 from shmring.client.deliveries import Deliveries
 from shmring.ring.untaken import _ALONE_S, _UNTAKEN_S
+from shmring.service.supervision import Stop
 from tests.sessions import session_of
 from tests.waiting import cancel, eventually, turns
 
@@ -487,3 +489,18 @@ async def test_who_delivers_or_waits_hears_of_the_engines_end(ring: Ring, ends: 
         await waiting
     with pytest.raises(shmring.EngineDeadError):
         await sender.deliver(name("a"), frame(1), timeout=LIMIT_S)
+
+
+async def test_an_operator_sees_deliveries_and_what_a_store_leaves_of_them(
+    ring: Ring, ends: list[Deliveries], caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, taker, _ = ends
+    for text in ("a", "b"):
+        await sender.deliver(name(text), frame(1), timeout=LIMIT_S)
+    with await taker.take(name("b")), await sender._client.keep(name("c"), frame(2)):
+        seen = {kept.key: (kept.for_one, kept.pins) for kept in ring.inspect().kept}
+        assert seen == {name("a").hex(): (True, 1), name("b").hex(): (True, 1), name("c").hex(): (False, 1)}
+        await _drain(ring, Stop(), 0)
+        assert "still in use after 0 s go: 2, and 1 that nobody has taken" in caplog.text
+    await sender.withdraw()
+    await eventually(lambda: (ring.statistics().kept, ring.statistics().kept_pinned) == (1, 0))
