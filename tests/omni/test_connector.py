@@ -263,6 +263,20 @@ def test_one_of_two_threads_gets_it_and_who_gives_a_key_up_wakes_the_others(
     assert receiver._exchange.waiting == 0
 
 
+def test_what_a_thread_waits_for_is_not_forgotten_before_its_deadline(
+    omni: SimpleNamespace, store: Any, connector: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shmring.integrations.omni.exchange._ASKED_S", 0.0)
+    sender, receiver = connector(0), connector(1)
+    assert receiver.get("0", "1", "of nobody any more") is None
+    waiting = Thread(lambda: receiver.get_with_deadline("0", "1", "r", deadline=time.monotonic() + HANGS_S))
+    until(lambda: deliveries(socket_dir)["waiting"] == 2)
+    receiver._exchange._forget_old()
+    assert receiver._exchange.waiting == 1
+    assert sender.put("0", "1", "r", chunk(3))[0]
+    assert number_of(waiting.ended(HANGS_S)[0]) == 3
+
+
 def test_a_round_in_vain_waits_for_anything(omni: SimpleNamespace, store: Any, connector: Any, socket_dir: Path) -> None:
     sender, receiver = connector(0), connector(1, shmring_poll_wait_s=HANGS_S)
     assert [receiver.get("0", "1", key) for key in ("a", "b")] == [None, None]

@@ -58,7 +58,7 @@ class _Want:
     """What was asked of the store. The condition's lock guards it.
 
     Attributes:
-        asked_s: when a thread has asked for it last.
+        asked_s: until when a thread asks for it: the time of its last call, or a later one until which it waits.
         is_answered: whether the store has said that it is there, or is not.
         frame, error: what came; one of them.
         task: takes it, in the loop.
@@ -266,10 +266,12 @@ class Exchange:
                 want = self._wants[name] = _Want()
                 self._pause_s = self._settings.poll_wait_s
                 self._thread.post(self._ask, name, want, until_s is None)
+            if until_s is not None:
+                want.asked_s = max(want.asked_s, until_s)
             self._wait_for(name, want, until_s, is_new)
             if want.is_left:  # meanwhile: another thread has taken it, or nobody asks for it any more
                 return None
-            want.asked_s = time.monotonic()
+            want.asked_s = max(want.asked_s, time.monotonic())
             if not want.is_over:
                 self._polled.add(name)
                 return None
