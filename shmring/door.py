@@ -88,7 +88,8 @@ _SIZE = re.compile(r"\s*(\d{1,24}(?:\.\d{1,24})?)\s*([a-z]{0,3})\s*", re.IGNOREC
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _FAR = "tcp://"
-_PLACE = re.compile(r"(\[[0-9A-Fa-f:.%a-z]{2,60}\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
+_LABEL = r"[A-Za-z0-9_-]{1,63}"  # of a host's name: the resolver raises UnicodeError for longer and for empty ones
+_PLACE = re.compile(rf"(\[[0-9A-Fa-f:.%a-z]{{2,60}}\]|(?=.{{1,254}}:){_LABEL}(?:\.{_LABEL})*\.?):([0-9]{{1,5}})")
 _LARGEST_PORT = 65535
 
 

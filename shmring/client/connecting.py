@@ -13,7 +13,7 @@ from shmring.door import check_name, shown, token_of
 from shmring.memory.limits import check_open_files
 from shmring.opening import Opening
 
-__all__ = ["connect", "open_client", "settle"]
+__all__ = ["access_of", "connect", "open_client", "settle"]
 
 _OPEN_FILES = 8  # of a client: its socket, what it is sent with the welcome, the pidfd; of each further engine, two
 
@@ -61,8 +61,18 @@ def connect(
     """
     settled = configured(ClientConfig, config, overrides)
     names, options = settle(name, route, reconnect, description)
-    access = None if token is None else Access(token_of(token), tls_of(tls))
+    access = access_of(token, tls)
     return Opening(lambda: open_client(Client, names, settled, access=access, **options))
+
+
+def access_of(token: Any, tls: Any) -> Access | None:
+    """Returns what lets a client of another host in; None: there is no token.
+
+    Raises:
+        TypeError, ValueError: the token, or what is said about TLS, can't be used.
+    """
+    checked = tls_of(tls)
+    return None if token is None else Access(token_of(token), checked)
 
 
 class Options(TypedDict):

@@ -196,7 +196,11 @@ class FarSession:
         """
         hello = Hello(access.token, address.name, secrets.token_bytes(16), description)
         stream, welcome = await _dial(address, access, hello)
-        return cls(SessionLife(str(address), welcome, config, counters), address, access, hello, stream, on_lost)
+        try:
+            return cls(SessionLife(str(address), welcome, config, counters), address, access, hello, stream, on_lost)
+        except BaseException:
+            stream.close()
+            raise
 
     # -- requests ------------------------------------------------------------------------------------------------------------
 
@@ -497,6 +501,10 @@ class FarSession:
     def submit_nowait(self, *_: object, **__: object) -> Any:
         """Raises LocalProtocolError."""
         raise LocalProtocolError(f"engine {self.engine_name!r} is on another host, and sending there waits: use submit()")
+
+    async def submit_unless_full(self, *_: object, **__: object) -> Any:
+        """Raises LocalProtocolError."""
+        self.submit_nowait()
 
 
 @dataclasses.dataclass

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from shmring.client.slot import Slot
-from shmring.door import shape_of
+from shmring.client.slot import Slot, numpy_dtype_of
+from shmring.core.messages import TENSOR_ALIGNMENT
+from shmring.door import shape_of, shown
 from shmring.errors import CapacityError, ClosedError
+from shmring.memory.tensors import torch_dtype_name
 
 __all__ = ["FarSlot"]
 
@@ -42,24 +44,29 @@ class FarSlot(Slot):
 
     def tensor(self, shape: tuple[int, ...] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Returns a new, uninitialised tensor, whose bytes count as the slot's: it has no memory of its own."""
-        return torch.empty(self._take_shape(shape, dtype.itemsize), dtype=dtype)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is a torch.dtype, not {shown(dtype)}")
+        name = torch_dtype_name(dtype)
+        return torch.empty(self._take_shape(shape, name, dtype.itemsize), dtype=dtype)
 
     def array(self, shape: tuple[int, ...] | list[int], dtype: DTypeLike) -> NDArray[Any]:
         """Returns a new, uninitialised numpy array, whose bytes count as the slot's."""
-        return np.empty(self._take_shape(shape, np.dtype(dtype).itemsize), dtype)
+        spelled = numpy_dtype_of(dtype)
+        return np.empty(self._take_shape(shape, spelled.str, spelled.itemsize), spelled)
 
-    def _take_shape(self, shape: tuple[int, ...] | list[int], item_nbytes: int) -> tuple[int, ...]:
+    def _take_shape(self, shape: tuple[int, ...] | list[int], dtype: str, itemsize: int) -> tuple[int, ...]:
         extents = shape_of(shape)
         if self._closed:
             raise ClosedError("this slot was left")
-        nbytes = math.prod(extents) * item_nbytes
-        if self._used_nbytes + nbytes > self._nbytes:
+        nbytes = math.prod(extents) * itemsize
+        offset = -(-self._used_nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT  # as in a slab: what fits here fits there
+        if offset + nbytes > self._nbytes:
             raise CapacityError(
-                f"{nbytes} bytes at {self._used_nbytes} are more than the slot has, {self._nbytes}",
-                needed=self._used_nbytes + nbytes,
+                f"a {dtype} tensor of shape {extents} needs {nbytes} bytes at {offset}, the slot has {self._nbytes}",
+                needed=offset + nbytes,
                 capacity=self._nbytes,
             )
-        self._used_nbytes += nbytes
+        self._used_nbytes = offset + nbytes
         return extents
 
     def close(self) -> None:

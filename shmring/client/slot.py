@@ -27,7 +27,22 @@ from shmring.memory.tensors import other_view, torch_dtype_name
 from shmring.memory.views import gpu_dtype
 from shmring.uncopied import uncopied
 
-__all__ = ["DeviceSlot", "Slot"]
+__all__ = ["DeviceSlot", "Slot", "numpy_dtype_of"]
+
+
+def numpy_dtype_of(dtype: DTypeLike) -> np.dtype[Any]:
+    """Returns the dtype of a numpy array that can be sent.
+
+    Raises:
+        TypeError: there is no such dtype, or it can't be sent.
+    """
+    try:
+        spelled = np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"dtype is that of a numpy array, not {shown(dtype)}") from error
+    if item_nbytes(spelled.str) is None:
+        raise TypeError(f"a numpy array of dtype {spelled} can't be sent; use numbers, bool, text or times")
+    return spelled
 
 
 class Slot(BaseSlot):
@@ -73,14 +88,8 @@ class Slot(BaseSlot):
         Raises:
             TypeError: also if the slot is in device memory, which numpy can't use.
         """
-        try:
-            spelled = np.dtype(dtype)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"dtype is that of a numpy array, not {shown(dtype)}") from error
-        size = item_nbytes(spelled.str)
-        if size is None:
-            raise TypeError(f"a numpy array of dtype {spelled} can't be sent; use numbers, bool, text or times")
-        view = self._view(shape, spelled.str, size)
+        spelled = numpy_dtype_of(dtype)
+        view = self._view(shape, spelled.str, spelled.itemsize)
         assert isinstance(view, np.ndarray)
         return view
 

@@ -168,7 +168,7 @@ class Gateway:
                 loser.cancel()
                 self.refused += 1
             task = self._loop.create_task(self._serve(connected))
-            self._silent[task] = str(place[0])
+            self._silent[task] = _network_of(place[0])
             task.add_done_callback(functools.partial(self._over, connected))
             await asyncio.sleep(0)  # a flood of connections leaves the loop its turns
 
@@ -245,6 +245,14 @@ class Gateway:
         if hello.engine != self._client.names[0]:
             return f"the engine here is {self._client.names[0]!r}, and not {printable(hello.engine)!r}"
         return "there are too many connections" if len(self._peers) >= _MOST_PEERS else ""
+
+
+def _network_of(host: str) -> str:
+    """Returns whose connections those of an address are: an IPv6 host has 2**64 of them, so it is known by the first half."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.version == 4 or address.is_loopback or address.ipv4_mapped is not None:
+        return host
+    return str(ipaddress.ip_network((address, 64), strict=False))
 
 
 def _log_fault(task: asyncio.Task[None]) -> None:

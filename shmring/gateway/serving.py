@@ -69,7 +69,7 @@ def serve(
         payload_type: a msgspec type that payloads are decoded into; plain objects if not given.
         calls: control calls that frontends may make, by name: coroutine functions of msgpack values.
         listen: where clients on other hosts come in, ``"host:port"``; port 0 is any that is free. They connect to
-            ``ring.address``. None: nowhere.
+            ``ring.address``. All of them together are one of ``max_clients``. None: nowhere.
         token: the secret that lets these clients in, of 16 bytes at least.
         tls: for these clients: an ``ssl.SSLContext`` with a certificate, or ``"off"``. None: there is no TLS, and the place has
             to be on the loopback interface.

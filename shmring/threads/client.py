@@ -25,6 +25,7 @@ import shmring.client.kept as kept_in_loop
 import shmring.client.slot as slot_in_loop
 import shmring.client.submission as submission_in_loop
 from shmring.client.connecting import Options, open_client
+from shmring.client.far_session import Access
 from shmring.config import ClientConfig
 from shmring.core.compiled import Mark
 from shmring.door import shown, timeout_of
@@ -413,13 +414,13 @@ class Client(Blocking[_ClientInLoop]):
         engines: the connection to each engine, by its name.
     """
 
-    def __init__(self, names: Sequence[str], options: Options, config: ClientConfig) -> None:
+    def __init__(self, names: Sequence[str], options: Options, config: ClientConfig, access: Access | None = None) -> None:
         """Opens it; see :func:`connect`."""
         self.names = tuple(names)
         self.config = config
 
         async def create() -> _ClientInLoop:
-            self._in_loop = await open_client(_ClientInLoop, names, config, **options)
+            self._in_loop = await open_client(_ClientInLoop, names, config, access=access, **options)
             return self._in_loop
 
         self._thread = LoopThread(f"this client of {', '.join(map(repr, names))}", create)

@@ -390,6 +390,72 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
+ADDRESSES = ["tcp://" + "a" * 64 + ":1/far", "tcp://a..b:1/far", "tcp://.:1/far", "tcp://" + "a." * 130 + ":1/far"]
+
+
+@for_each("address", ADDRESSES)
+async def test_an_address_that_no_host_has_is_refused(address: str) -> None:
+    """The resolver's own error for these is a UnicodeError, which says nothing of an address."""
+    with pytest.raises(ValueError, match="has host and port") as caught:
+        await shmring.connect(address, token=TOKEN, connect_timeout_s=1)
+    assert not isinstance(caught.value, UnicodeError)
+
+
+def test_what_is_said_about_tls_is_looked_at_without_a_token_as_well() -> None:
+    with pytest.raises(TypeError, match="tls is an"):
+        shmring.connect("near", tls="on")  # type: ignore[arg-type]
+
+
+@for_each("kind", ["near", "far"])
+async def test_a_slot_takes_the_same_wherever_its_engine_is(ring: shmring.Ring, kind: str) -> None:
+    name = ring.address if kind == "far" else ring.name
+    async with shmring.connect(name, token=TOKEN, socket_dir=ring.config.socket_dir) as client:
+        with client.slot_nowait(128) as slot:
+            dtypes: tuple[Any, ...] = (np.float32, "float32", torch.quint8)
+            for dtype in dtypes:
+                with pytest.raises(TypeError):
+                    slot.tensor((1,), dtype)
+            dtypes = (object, "V8", "no dtype", [("a", "i4")])
+            for dtype in dtypes:
+                with pytest.raises(TypeError):
+                    slot.array((1,), dtype)
+            slot.tensor((1,), torch.uint8)
+            with pytest.raises(shmring.CapacityError, match=r"shape \(65,\) needs 65 bytes at 64, the slot has 128"):
+                slot.array((65,), np.uint8)  # each begins on a line of its own
+            slot.array((64,), np.uint8)
+
+
+async def test_a_session_that_can_not_be_made_leaves_no_connection(ring: shmring.Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError("there is no room")
+
+    monkeypatch.setattr("shmring.client.far_session.Flight", fails)
+    with pytest.raises(MemoryError) as caught:
+        await shmring.connect(ring.address, token=TOKEN)
+    await eventually(lambda: not gateway_of(ring)._peers)  # while the error still holds what was made
+    del caught
+
+
+async def test_threads_are_clients_from_other_hosts_as_well(ring: shmring.Ring) -> None:
+    def ask() -> None:
+        with shmring.threads.connect(ring.address, token=TOKEN) as client:
+            x = torch.arange(100_000)
+            assert torch.equal(client.request({"x": x}, timeout=60)["x"], x)
+            replies = client.stream({"do": "stream", "times": 3, "x": x}, timeout=60)
+            assert [reply["number"] for reply in replies] == [0, 1, 2]
+            with client.slot(800_000) as slot:
+                view = slot.tensor((100_000,), torch.int64)
+                view.fill_(7)
+                assert torch.equal(client.submit({"x": view}).result(timeout=60)["x"], view)
+            with pytest.raises(shmring.LocalProtocolError, match=r"use submit\(\)"):
+                client.submit_nowait({"n": 1})
+            assert client.call("doubled", 4, timeout=60) == 8
+        with pytest.raises(TypeError, match="token="):
+            shmring.threads.connect(ring.address)
+
+    await asyncio.to_thread(ask)
+
+
 @for_each("options", WRONG.values(), ids=WRONG)
 async def test_an_option_that_makes_no_sense_is_refused(socket_dir: Path, options: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError)) as caught:

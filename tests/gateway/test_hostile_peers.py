@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import shmring
+from shmring.gateway.gateway import _network_of
 from shmring.memory.bundles import bundle
 from shmring.transport.far_wire import (
     HEADER,
@@ -313,6 +314,12 @@ async def test_many_who_say_nothing_keep_nobody_out(ring: shmring.Ring) -> None:
         for each in silent:
             each.close()
     await require_that_all_is_well(ring, 1)
+
+
+def test_an_ipv6_host_is_known_by_its_network() -> None:
+    """It has 2**64 addresses, and could take everybody's place with one connection from each."""
+    assert _network_of("2001:db8::1") == _network_of("2001:db8::ffff:1%eth0") != _network_of("2001:db8:0:1::1")
+    assert len({_network_of(host) for host in ("10.0.0.1", "10.0.0.2", "::ffff:10.0.0.1", "::ffff:10.0.0.2", "::1")}) == 5
 
 
 async def test_connections_that_have_the_token_are_bounded(ring: shmring.Ring, monkeypatch: pytest.MonkeyPatch) -> None:
