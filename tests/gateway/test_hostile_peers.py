@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -316,8 +317,32 @@ async def test_many_who_say_nothing_keep_nobody_out(ring: shmring.Ring) -> None:
     await require_that_all_is_well(ring, 1)
 
 
+async def test_an_ipv6_host_with_many_addresses_takes_no_others_place(
+    ring: shmring.Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has 2**64 addresses, and each of them could have one connection that says nothing."""
+    loop, gateway = asyncio.get_running_loop(), gateway_of(ring)
+    accept, numbers = loop.sock_accept, itertools.count()
+
+    async def sock_accept(listener: socket.socket) -> tuple[socket.socket, Any]:
+        accepted, _ = await accept(listener)
+        return accepted, (f"2001:db8::{next(numbers):x}", 1, 0, 0)
+
+    host, port = ring.address.split("/")[2].split(":")
+    async with contextlib.AsyncExitStack() as stack:
+        other = RawPeer(*await asyncio.open_connection(host, int(port)))  # from an address of its own
+        stack.callback(other.writer.close)
+        await eventually(lambda: len(gateway._silent) == 1)
+        monkeypatch.setattr(loop, "sock_accept", sock_accept)
+        for _ in range(100):
+            stack.enter_context(socket.create_connection((host, int(port))))
+            await asyncio.sleep(0)
+        await eventually(lambda: gateway.refused >= 100 + 1 - 64)
+        await other.send(hello_bytes(HELLO))
+        assert type(await other.answer()).__name__ == "Welcome"
+
+
 def test_an_ipv6_host_is_known_by_its_network() -> None:
-    """It has 2**64 addresses, and could take everybody's place with one connection from each."""
     assert _network_of("2001:db8::1") == _network_of("2001:db8::ffff:1%eth0") != _network_of("2001:db8:0:1::1")
     assert len({_network_of(host) for host in ("10.0.0.1", "10.0.0.2", "::ffff:10.0.0.1", "::ffff:10.0.0.2", "::1")}) == 5
 
