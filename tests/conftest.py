@@ -49,7 +49,7 @@ _LOOP = "_asyncio_loop_factory"  # what pytest-asyncio calls the loop of a test
 
 # How many examples there are of each property: few in each run, always the same ones; many in `make test-all`, where SEED= says
 # which. None fails for the time that it takes, as other tests run beside it.
-hypothesis.settings.register_profile("fast", max_examples=25, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("fast", max_examples=10, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("thorough", max_examples=100, deadline=None)
 # Where all that matters is that one fails, no simpler one is looked for (tests/mutants/running.py).
 hypothesis.settings.register_profile(
