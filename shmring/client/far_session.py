@@ -60,6 +60,7 @@ from shmring.transport.far_wire import (
     Abort,
     Call,
     Called,
+    Draining,
     End,
     Hello,
     Read,
@@ -393,7 +394,7 @@ class FarSession:
             if connection in self._connections and error is not None:
                 self._lose(error)
 
-    def _came(self, connection: _Connection, answer: Reply | End | Called | Welcome | Refused, body: Any) -> None:
+    def _came(self, connection: _Connection, answer: Reply | End | Called | Draining | Welcome | Refused, body: Any) -> None:
         match answer:
             case Reply(number, payload):
                 check_payload(payload, self.welcome.max_tensors, self.welcome.max_values)
@@ -402,7 +403,7 @@ class FarSession:
                 submission.replied([Bundle(payload, (0,), body) if len(body) else Bundle(payload, ())])
             case End(number, load, failed):
                 submission = self._sent_over(connection, number)
-                self.load = _Load(*load)
+                self.load = _Load(*load[:2], draining=load[2] or self.load.draining)  # an End may be late
                 self._flight.end(0)
                 del connection.pending[number]
                 self.pending.pop(number, None)
@@ -422,6 +423,8 @@ class FarSession:
                     future.set_exception(RemoteError(printable(failed[0]), printable_lines(failed[1])))
                 else:
                     future.set_result(decode_values(result, self.welcome.max_values))
+            case Draining():
+                self.load.draining = True
             case _:
                 raise RemoteProtocolError(f"{type(answer).__name__} was sent a second time")
 
@@ -509,7 +512,7 @@ class FarSession:
 
 @dataclasses.dataclass
 class _Load:
-    """An engine's load, as it was said with the end of a request."""
+    """An engine's load, as it was said with the end of a request. ``draining``: it never ends to drain."""
 
     in_flight: int = 0
     waiting: int = 0

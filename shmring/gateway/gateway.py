@@ -90,6 +90,7 @@ class Gateway:
         self._silent: dict[asyncio.Task[None], str] = {}  # connections that have not shown the token, with their hosts
         self._peers: set[asyncio.Task[None]] = set()
         self._sessions: dict[bytes, Session] = {}
+        self._is_draining = False
         self._loop = asyncio.get_running_loop()
         self._accepting = self._loop.create_task(self._accept())
         self._accepting.add_done_callback(_log_fault)
@@ -136,6 +137,14 @@ class Gateway:
         """Lets who shows this token in no more. Who is in stays."""
         with contextlib.suppress(ValueError):
             self._tokens.remove(hashlib.sha256(token).digest())
+
+    def say_draining(self) -> None:
+        """The engine drains: its clients are told, also those who will be."""
+        if not self._is_draining:
+            self._is_draining = True
+            for session in self._sessions.values():
+                if session.first is not None:
+                    session.first.say_draining()
 
     async def close(self) -> None:
         """Closes all connections, and the client. A second call does nothing."""
@@ -204,7 +213,12 @@ class Gateway:
         session = self._sessions.setdefault(hello.session, Session())
         session.connections.add(task)
         try:
-            await Peer(self._client, stream, self._pace, self._filling, session, printable(hello.description)).run()
+            peer = Peer(self._client, stream, self._pace, self._filling, session, printable(hello.description))
+            if is_first:
+                session.first = peer
+                if self._is_draining:
+                    peer.say_draining()
+            await peer.run()
         finally:
             session.connections.remove(task)
             if is_first:  # it is always read, so it is the one that learns of a client's end

@@ -48,6 +48,7 @@ from shmring.transport.far_wire import (
     Abort,
     Call,
     Called,
+    Draining,
     End,
     Read,
     Reply,
@@ -95,12 +96,14 @@ class Session:
         asked: its requests, by number; of all its connections.
         calls: of it that were not answered.
         connections: their tasks.
+        first: the first connection, over which nothing waits for a slot.
     """
 
     def __init__(self) -> None:
         self.asked: dict[int, _Asked] = {}
         self.calls = 0
         self.connections: set[asyncio.Task[Any]] = set()
+        self.first: Peer | None = None
 
 
 class Peer:
@@ -259,6 +262,10 @@ class Peer:
                 await self._stream.fill(nowhere, min(len(nowhere), nbytes - at))
 
     # -- what goes -----------------------------------------------------------------------------------------------------------
+
+    def say_draining(self) -> None:
+        """Tells the client that the engine drains."""
+        self._start(self._send(frame(Draining())))
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -114,5 +114,5 @@ async def open_gateway(ring: Ring[Any], host: str, port: int, token: bytes, tls:
     except BaseException:
         await client.close()
         raise
-    ring._listen(str(gateway.address), gateway.close)
+    ring._listen(str(gateway.address), gateway.close, gateway.say_draining)
     return gateway

@@ -53,9 +53,9 @@ class Ring(EngineCalls, Generic[_Payload]):
         self.address = ""
         self._close_gateway: Callable[[], Awaitable[None]] | None = None
 
-    def _listen(self, address: str, close: Callable[[], Awaitable[None]]) -> None:
-        """For :func:`shmring.serve`: a gateway is listening, which is to be closed before this is."""
-        self.address, self._close_gateway = address, close
+    def _listen(self, address: str, close: Callable[[], Awaitable[None]], on_drain: Callable[[], object]) -> None:
+        """For :func:`shmring.serve`: a gateway is listening, is closed before this is, and is told when this drains."""
+        self.address, self._close_gateway, self._shell.on_drain = address, close, on_drain
 
     __reduce_ex__ = uncopied("it belongs to one process and one event loop; serve a ring of another name in the new one")
 

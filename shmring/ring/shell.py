@@ -103,6 +103,7 @@ class Shell:
         uploads: copies of claims to GPUs.
         untaken: deliveries that nobody takes.
         inspection: what the ring is doing, for people.
+        on_drain: called when the ring begins to drain.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Shell:
         self._cuda = cuda
         self._payload_type = payload_type
         self._counters = _Counters()
+        self.on_drain: Callable[[], object] = lambda: None
         self.decoder = make_decoder(payload_type)
         self._host_claims = HostClaims(slab, reserved.pinned, cuda, copier, config)
         self._device_claims = tuple(  # none or one
@@ -375,6 +377,7 @@ class Shell:
         self.life.home.enter()
         self._load.drain()
         self._book.drain()
+        self.on_drain()
         if not claiming:
             self.end.wake_all(drains=True)
         end_s = math.inf if timeout is None else self.loop.time() + timeout

@@ -6,10 +6,10 @@ two lengths (:data:`HEADER`), a head (one of the messages below, in msgpack) and
 payload, as their extensions count. So what a frame costs is known from its first twelve bytes, what its tensors are from its
 head, and the body can go into memory of just that size.
 
-A client sends ``Request``, ``Abort``, ``Read``, ``Call``; the gateway answers with any number of ``Reply`` and one ``End``, and
-with ``Called``, over the connection of what it answers. Numbers are the client's, whose connections have one session in their
-hellos: ``Abort`` and ``Read`` may come over another connection than their request, and do not wait behind a body there. A
-connection that ends takes its requests with it.
+A client sends ``Request``, ``Abort``, ``Read``, ``Call``; the gateway answers with any number of ``Reply`` and one ``End``,
+and with ``Called``, over the connection of what it answers. ``Draining`` comes over the client's first connection, unasked.
+Numbers are the client's, whose connections have one session in their hellos: ``Abort`` and ``Read`` may come over another
+connection than their request, and do not wait behind a body there. A connection that ends takes its requests with it.
 
 Invariant: a reader has checked both lengths before it takes memory for what they announce.
 """
@@ -33,6 +33,7 @@ __all__ = [
     "Abort",
     "Call",
     "Called",
+    "Draining",
     "End",
     "Hello",
     "Read",
@@ -131,8 +132,12 @@ class Called(_Message, frozen=True, tag=13):
     failed: tuple[ShortText, str] | None = None
 
 
+class Draining(_Message, frozen=True, tag=14):
+    """The engine drains: new requests should go to others. Who is idle hears this of no ``End``."""
+
+
 _messages = msgspec.msgpack.Decoder(Request | Abort | Read | Call)
-_answers = msgspec.msgpack.Decoder(Reply | End | Called | Welcome | Refused)
+_answers = msgspec.msgpack.Decoder(Reply | End | Called | Draining | Welcome | Refused)
 _hellos = msgspec.msgpack.Decoder(Hello)
 
 
@@ -180,9 +185,9 @@ def decode_message(head: bytes | bytearray) -> Request | Abort | Read | Call:
     return message
 
 
-def decode_answer(head: bytes | bytearray) -> Reply | End | Called | Welcome | Refused:
+def decode_answer(head: bytes | bytearray) -> Reply | End | Called | Draining | Welcome | Refused:
     """Returns what a gateway says. Raises as :func:`decode_message`."""
-    answer: Reply | End | Called | Welcome | Refused = _decoded(_answers, head)
+    answer: Reply | End | Called | Draining | Welcome | Refused = _decoded(_answers, head)
     return answer
 
 

@@ -336,6 +336,30 @@ async def test_one_client_has_engines_on_this_host_and_on_others(socket_dir: Pat
                 await client.request({"x": x}, timeout=60)
 
 
+async def test_an_engine_that_drains_gets_nothing_more_of_clients_that_were_idle(socket_dir: Path) -> None:
+    """No request of theirs ends meanwhile, with whose end the load is said. Who comes then hears it at once."""
+    async with serving(socket_dir, "one") as one, serving(socket_dir, "two") as two:
+        names = [one.address, two.address]
+        async with shmring.connect(names, token=TOKEN) as idle:
+            await eventually(lambda: set(idle.loads()) == set(names))
+            assert await one.drain(timeout=60)
+            await eventually(lambda: set(idle.loads()) == {two.address})
+            async with shmring.connect(names, token=TOKEN) as new:
+                await eventually(lambda: set(new.loads()) == {two.address} and new.engines[one.address].connected)
+                for client in (idle, new):
+                    await client.request({"n": 1}, timeout=60)
+            assert (one.statistics().submitted, two.statistics().submitted) == (0, 2)
+
+
+async def test_an_end_that_is_late_does_not_end_a_drain(ring: shmring.Ring, client: shmring.Client) -> None:
+    """It says the load of before, over another connection."""
+    session: Any = client.engines[ring.address]._attachment.session
+    gateway_of(ring).say_draining()  # and the load page of the engine does not say so
+    await eventually(lambda: session.load.draining)
+    assert await client.request({"n": 1}, timeout=60) == {"n": 1}
+    assert session.load.draining
+
+
 async def test_the_next_engine_at_an_address_is_found(socket_dir: Path) -> None:
     async with serving(socket_dir) as ring:
         place = ring.address.split("/")[2]
