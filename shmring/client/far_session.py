@@ -413,6 +413,8 @@ class FarSession:
                     self._count_end(error)
                     submission.end(error)
             case Called(number, result, failed):
+                # It raises while it is known who waits.
+                value = None if failed is not None else decode_values(result, self.welcome.max_values)
                 future = self._results.pop(number, None)
                 if future is None:
                     raise RemoteProtocolError(f"call {number} ended, which is not in flight")
@@ -422,7 +424,7 @@ class FarSession:
                 if failed is not None:
                     future.set_exception(RemoteError(printable(failed[0]), printable_lines(failed[1])))
                 else:
-                    future.set_result(decode_values(result, self.welcome.max_values))
+                    future.set_result(value)
             case Draining():
                 self.load.draining = True
             case _:

@@ -185,6 +185,7 @@ FRAMES: dict[str, bytes] = {
 @pytest.mark.parametrize("sent", FRAMES.values(), ids=FRAMES)
 async def test_who_breaks_the_rules_loses_its_connection_before_a_slot_is_taken(ring: shmring.Ring, sent: bytes) -> None:
     taken = gateway_of(ring)._client.statistics().slots_writing
+    gateway_of(ring)._pace = Pace(patience=10_000)  # it is the rule that ends the connection, and not its silence
     async with peer_of(ring) as peer:
         with contextlib.suppress(ConnectionError):
             await peer.send(sent)
@@ -371,6 +372,27 @@ async def test_who_vanishes_while_a_request_waits_for_a_slot_leaves_nothing(ring
             await eventually(lambda: ring.statistics().running == 0 and not gateway_of(ring)._peers)
             assert gateway_of(ring)._filling.requests == 0
     await require_that_all_is_well(ring, 1)
+
+
+async def test_what_is_being_received_leaves_the_others_their_memory(ring: shmring.Ring, socket_dir: Path) -> None:
+    """Six clients stop in the midst of a MiB each. What they may fill together is a fourth of what can be lent."""
+    gateway = gateway_of(ring)
+    async with contextlib.AsyncExitStack() as stack:
+        peers = [await stack.enter_async_context(peer_of(ring, hello_of(session=bytes([n]) * 16))) for n in range(6)]
+        for peer in peers:
+            await peer.send(HEAD + BODY[:1000])
+            assert type(await peer.answer()).__name__ == "Welcome"
+        await eventually(lambda: gateway._filling.requests + gateway._filling.waiting == 6)
+        await eventually(lambda: gateway._client.statistics().slots_writing == gateway._filling.requests)
+        leasable_nbytes = next(iter(gateway._client.engines.values()))._welcome.leasable_nbytes  # type: ignore[union-attr]
+        assert 1 <= gateway._filling.requests <= leasable_nbytes // 4 // MIB < 6
+        async with shmring.connect("far", socket_dir=str(socket_dir)) as near:
+            assert torch.equal((await near.request(X, timeout=60))["x"], X["x"])
+        for peer in peers:
+            await peer.send(BODY[1000:])
+        for peer in peers:
+            assert [type(await peer.answer()).__name__ for _ in range(2)] == ["Reply", "End"]
+    await require_that_all_is_well(ring, 7)
 
 
 async def test_a_number_is_its_requests_from_its_head_on(ring: shmring.Ring) -> None:
