@@ -22,6 +22,12 @@ import pytest
 _MAX_NAME_LENGTH = 120  # of a row, in a report
 _FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)  # the latter two are no Exceptions
 
+
+def slow(*values: Any) -> Any:
+    """A row of ``pytest.mark.parametrize`` that ``make test-all`` tries, and ``make test`` does not."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 Row = tuple[Callable[[], str], dict[str, Any]]  # its name is made when it fails: values may be large
 
 

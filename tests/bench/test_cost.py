@@ -19,6 +19,7 @@ ONE_EACH = ("4 KB, inline", "64 KB, copied", "64 KB, in place")
 SHORT = ("--repetitions", "2", "--seconds", "0.02")
 
 
+@pytest.mark.slow
 def test_every_way_has_a_cost_and_the_command_writes_what_it_shows(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     chosen = [part for case in ONE_EACH for part in ("--case", case)]

@@ -19,6 +19,7 @@ from bench.fan_out.command import CENTRAL, LARGE, MIDDLE, PLAN, SIZES, SMALL, WO
 from bench.fan_out.measuring import END, Cell, Run, Stamps
 from bench.fan_out.ways import ARENA, IN_PLACE, MESSAGE_QUEUE, OURS, POLLING, WAYS
 from bench.programs import Program
+from tests.tables import slow
 
 QUEUE = MESSAGE_QUEUE
 
@@ -36,7 +37,7 @@ def own() -> Iterator[Program]:
         yield own
 
 
-@pytest.mark.parametrize("subject", [OURS, POLLING, IN_PLACE])
+@pytest.mark.parametrize("subject", [OURS, slow(POLLING), slow(IN_PLACE)])
 def test_every_way_brings_each_message_to_all_workers(own: Program, subject: str) -> None:
     found = own.order(Cell(subject, 2, 4096, seconds=0.02, steps=3, gathers=WAYS[subject].gathers), Run)
     assert found.per_s > 0

@@ -29,12 +29,13 @@ from bench.messages import Cell
 from bench.peers import PEERS, shmring_ring
 from bench.peers.peer import Adapter
 from shmring.memory.slab import SHM_DIRECTORY
-from tests.tables import for_each
+from tests.tables import for_each, slow
 
 #: Of those whose cells may be too large for the machine, or for themselves, what they say.
 TOO_LARGE = dict.fromkeys(PEERS, "GiB of memory are available") | {"faster-fifo": "does not fit into its ring"}
 #: The modules that adapters import when they are used, by the adapters' own.
 PACKAGES = {"iceoryx2_slices": "iceoryx2", "queues": "faster_fifo", "pyzmq_sockets": "zmq"}
+EACH = [name if name.startswith("shmring") else slow(name) for name in PEERS]
 PRODUCERS = 2
 LIMIT_S = 60.0  # for a cell, on a machine that does much else
 END_S = 10.0  # for a process to end
@@ -81,7 +82,7 @@ def segments(group: PeerGroup) -> set[Path]:
     return {Path(line.split(maxsplit=5)[5]) for line in there}
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", EACH)
 def test_checked_messages_arrive_and_nothing_is_left(open_group: Callable[[str], PeerGroup], cell: Cell, name: str) -> None:
     group = open_group(name)
     mapped = set()
@@ -99,7 +100,7 @@ def test_checked_messages_arrive_and_nothing_is_left(open_group: Callable[[str],
     assert traces(group) == []
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", EACH)
 def test_content_that_is_not_what_was_sent_is_noticed_and_nothing_is_left(
     open_group: Callable[[str], PeerGroup], cell: Cell, name: str, spoil: Callable[..., None]
 ) -> None:

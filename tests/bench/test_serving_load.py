@@ -268,6 +268,7 @@ async def test_embeddings_are_counted_without_tokens(stub: Stub) -> None:
         await ask(url, "embeddings")
 
 
+@pytest.mark.slow
 async def test_no_more_are_in_flight_than_allowed_and_a_failure_ends_them(stub: Stub) -> None:
     script, url = stub
     load = msgspec.structs.replace(TEXT_ONLY, requests=30)

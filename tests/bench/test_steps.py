@@ -45,6 +45,7 @@ def executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transf
     executor.close()
 
 
+@pytest.mark.slow
 def test_steps_count_in_which_all_answers_are_written(executor: TransformersExecutor) -> None:
     found = step_program._measure_case(executor, 40, 3, 50)
     assert found["CPU ms a step, 40 x 3"] == 3000

@@ -23,7 +23,7 @@ from shmring.engine.settings import EngineSettings
 from shmring.processes.process import Process
 from shmring.service.supervision import DRAIN_SIGNAL, Orders
 from tests.nursery import Forked, Nursery
-from tests.tables import for_each
+from tests.tables import for_each, slow
 
 ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., Process]
@@ -83,9 +83,7 @@ def fail(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 
 @pytest.mark.usefixtures("hangups")
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP))]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT), slow(signal.SIGHUP)])
 async def test_it_serves_until_a_signal_ends_it_cleanly(start: Start, socket_dir: Path, number: signal.Signals) -> None:
     engine = start()
     async with await EngineClient.connect("main", socket_dir=str(socket_dir), connect_timeout_s=30) as client:

@@ -18,13 +18,14 @@ import shmring
 from shmring.transport.streams import Pace
 from tests.gateway.test_far_clients import TOKEN, gateway_of
 from tests.nursery import Forked, Nursery
+from tests.tables import slow
 from tests.waiting import cancel, eventually
 
 PROGRAMS = Path(__file__).parent / "programs"
 FEW, MANY = 4, 200
 
 pytestmark = pytest.mark.timeout(3000)
-times = pytest.mark.parametrize("times", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+times = pytest.mark.parametrize("times", [FEW, slow(MANY)])
 
 
 class Watching:

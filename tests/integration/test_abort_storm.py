@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.tables import slow
+
 Launch = Callable[..., Any]
 
 FRONTENDS = 4
@@ -33,7 +35,7 @@ async def storm(launch: Launch, socket_dir: Path, name: str, requests: int, abor
     return {**outcomes, "aborted in the engine": float(engine_report["aborted"])}
 
 
-@pytest.mark.parametrize("requests", [500, pytest.param(2_500, marks=pytest.mark.slow)], ids="{} of each".format)
+@pytest.mark.parametrize("requests", [500, slow(2_500)], ids="{} of each".format)
 async def test_an_abort_storm_leaks_nothing_and_the_rest_are_right(
     requests: int, launch: Launch, socket_dir: Path, record_property: Callable[[str, object], None]
 ) -> None:

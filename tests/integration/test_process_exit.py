@@ -16,6 +16,7 @@ from shmring.request_options import ForEngine
 from tests.claiming import claimed
 from tests.forked import in_child
 from tests.nursery import Nursery
+from tests.tables import slow
 
 PROGRAM = Path(__file__).parent / "programs" / "leave.py"
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("how", "loop"),
     [
-        *(pytest.param("closed", loop, marks=pytest.mark.slow) for loop in ("asyncio", "uvloop")),
+        slow("closed", "asyncio"),
+        slow("closed", "uvloop"),
         ("unclosed", "uvloop"),
         ("exited", "asyncio"),
     ],

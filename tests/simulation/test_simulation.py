@@ -39,7 +39,7 @@ from tests.simulation.scenario import Action, Forgery, Kind, Scenario, Violation
 from tests.simulation.simulation import Simulation
 from tests.simulation.state import duplicate, encode
 from tests.simulation.walk import choose, walk
-from tests.tables import for_each
+from tests.tables import for_each, slow
 
 # As test_midst: what computes for ever is ended by its CPU time.
 pytestmark = pytest.mark.timeout(600)
@@ -55,7 +55,7 @@ PLAIN = {"requests_end_twice", "a_cancelled_turn_is_nobodys", "a_reply_that_is_n
 # -- walking and exploring -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [2_000, pytest.param(50_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [2_000, slow(50_000)])
 def test_a_walk_finds_nothing_and_everything_happens(steps: int) -> None:
     walked = walk(steps, seed=23, injectors=1, stops=True)
     assert walked.failure is None
@@ -66,7 +66,7 @@ def test_a_walk_finds_nothing_and_everything_happens(steps: int) -> None:
         assert [kind for kind in Kind if not walked.actions[kind]] == []
 
 
-@pytest.mark.parametrize("steps", [800, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [800, slow(10_000)])
 def test_a_walk_with_the_models_beside_finds_no_difference(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     monkeypatch.setattr(books, "chosen", books.PAIRS)
     walked = walk(steps, seed=11, injectors=1, stops=True)
@@ -81,9 +81,7 @@ def test_a_walk_is_what_its_seed_says() -> None:
     assert walks[0].actions != walks[2].actions
 
 
-@pytest.mark.parametrize(
-    "name", ["idle", pytest.param("crowded", marks=pytest.mark.slow), pytest.param("lives", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["idle", slow("crowded"), slow("lives")])
 def test_every_state_of_a_small_scenario_is_sound(name: str) -> None:
     found = explore(name, max_states=20_000)
     assert found.failure is None
@@ -92,7 +90,7 @@ def test_every_state_of_a_small_scenario_is_sound(name: str) -> None:
     assert found.settled > 100
 
 
-@pytest.mark.parametrize(("name", "max_states"), [("stopped", 1_200), ("unread", 1_100), ("overtaken", 1_000)])
+@pytest.mark.parametrize(("name", "max_states"), [("stopped", 1_200), slow("unread", 1_100), slow("overtaken", 1_000)])
 def test_nobody_waits_without_need_for_who_has_stopped_or_reads_nothing(name: str, max_states: int) -> None:
     """In the first states, in which what was wrong once showed."""
     found = explore(name, max_states)

@@ -32,6 +32,7 @@ from shmring.integrations.vllm.peers import PeerError
 from shmring.integrations.vllm.queues import Handle, Reader, Writer
 from shmring.integrations.vllm.settings import Settings
 from shmring.integrations.vllm.workers import Queues
+from tests.tables import slow
 from tests.vllm.test_exchange import ENGINE, described, picture, request_with
 from tests.waiting import until
 
@@ -180,7 +181,7 @@ def large(value: float = 1.0) -> torch.Tensor:
 
 
 # Workers that are spawned import torch each.
-@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
+@pytest.mark.parametrize("method", [slow("spawn"), "fork"])
 def test_all_workers_answer_each_step(start: Callable[..., Engine], method: str) -> None:
     engine = start(2, method)
     assert engine.call("execute_model", torch.ones(3), large()) == [[3.0, 2.0 * LARGE_NBYTES]] * 2

@@ -32,7 +32,7 @@ from shmring.frontend.media.options import MediaIoKwargs, MediaLimits
 from shmring.frontend.media.signatures import demuxer_of
 from tests.frontend.media.test_image import chunked, encoded
 from tests.nursery import Nursery
-from tests.tables import for_each
+from tests.tables import for_each, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about the damage that is done here
 
@@ -178,7 +178,7 @@ WITH_NUMBERS = (
 )
 
 
-@pytest.mark.parametrize("files", [25, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("files", [25, slow(400)])
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
