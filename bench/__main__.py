@@ -14,6 +14,7 @@ from bench.allocation.command import allocator_command
 from bench.command_line import DIRECTORY, SETTINGS
 from bench.cost import cost_command
 from bench.fan_out.command import fan_out_command
+from bench.far.command import far_command
 from bench.gpu.command import gpu_command
 from bench.isolation.command import isolation_command
 from bench.machine import ROOT
@@ -42,6 +43,7 @@ for command in (
     serve_command,
     isolation_command,
     fan_out_command,
+    far_command,
     allocator_command,
     gpu_command,
     vllm_command,
