@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 import shmring
+from shmring.door import is_far
 from shmring.engine.protocol import (
     Calls,
     EncodeReply,
@@ -118,6 +119,7 @@ class EngineClient:
         self.title = title
         self.engines: Mapping[str, shmring.EngineConnection] = ring.engines
         self._retries = retries
+        self._is_far = any(map(is_far, ring.engines))
         self._described: dict[str, tuple[int, ModelDescription]] = {}  # with the life of the engine that said so
 
     @classmethod
@@ -261,7 +263,13 @@ class EngineClient:
         return {name: Distribution(counts, total) for name, (counts, total) in parts.items()}
 
     async def inspect(self, engine: str, timeout: float = 2.0) -> shmring.RingSnapshot:
-        """Returns what an engine is doing now, for people; see :func:`shmring.inspect`."""
+        """Returns what an engine is doing now, for people; see :func:`shmring.inspect`.
+
+        Raises:
+            shmring.LocalProtocolError: it is on another host.
+        """
+        if is_far(engine):
+            raise shmring.LocalProtocolError(f"{engine} is on another host: ask for `shmring inspect` there")
         return await shmring.inspect(engine, socket_dir=self.ring.config.socket_dir, timeout=timeout)
 
     async def load(self, timeout: float = 2.0) -> int:
@@ -304,7 +312,8 @@ class EngineClient:
         Args:
             request: media that lie in a slot of this client are not copied.
             request_id: the caller's name for it, for :meth:`abort` and the engine's log.
-            timeout: seconds for all of it. The engine gets it as a deadline, unless the request has one.
+            timeout: seconds for all of it. The engine gets it as a deadline, unless the request has one; one on another host,
+                whose clock is another one, is told when they are over.
 
         Raises:
             shmring.RemoteError: the executor refused it or failed.
@@ -314,7 +323,7 @@ class EngineClient:
         """
         self._check_running()
         return self.ring.stream(
-            _completed(request, timeout),
+            self._completed(request, timeout),
             timeout=timeout,
             reply_type=GenerateReply,
             request_id=request_id,
@@ -329,7 +338,7 @@ class EngineClient:
         self._check_running()
         inputs = len(request.inputs)  # now: the list is its caller's, who may empty it once it is sent
         replies = self.ring.stream(
-            _completed(request, timeout),
+            self._completed(request, timeout),
             timeout=timeout,
             reply_type=EncodeReply,
             request_id=request_id,
@@ -468,6 +477,15 @@ class EngineClient:
         except shmring.ShmringError:
             return "down"
 
+    def _completed(self, request: _Payload, timeout: float | None) -> _Payload:
+        """Returns a request with its deadline, and with the context of its trace."""
+        deadline = request.deadline
+        if self._is_far:
+            deadline = None
+        elif deadline is None and timeout is not None:
+            deadline = time.monotonic() + timeout
+        return msgspec.structs.replace(request, deadline=deadline, trace_headers=current_headers())
+
     async def close(self) -> None:
         """Detaches."""
         await self.ring.close()
@@ -479,11 +497,3 @@ class EngineClient:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
-
-
-def _completed(request: _Payload, timeout: float | None) -> _Payload:
-    """Returns a request with its deadline, and with the context of its trace."""
-    deadline = request.deadline
-    if deadline is None and timeout is not None:
-        deadline = time.monotonic() + timeout
-    return msgspec.structs.replace(request, deadline=deadline, trace_headers=current_headers())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from shmring.engine.settings import DEFAULT_EXECUTOR, EngineSettings
+from shmring.service.far_engines import read_token
 from shmring.service.option_table import Option, filled, options_of, parsed
 from shmring.service.vllm_options import parse_count
 
@@ -49,8 +52,11 @@ def engine_settings_of(values: dict[str, Any], *, here: bool = True) -> EngineSe
     try:
         changed = {"model": model, "executor": executor, "executor_options": _executor_options_of(values)}
         settings = filled(EngineSettings(), _SETTINGS, values | changed)
+        if settings.listening.listen is not None:
+            token = read_token(settings.listening.engine_token_file, os.environ)
+            settings = dataclasses.replace(settings, listening=dataclasses.replace(settings.listening, engine_token=token))
         settings.check(here=here)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise click.UsageError(str(error)) from None
     return settings
 

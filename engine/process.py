@@ -106,6 +106,7 @@ async def _run(settings: EngineSettings, executor: Executor, stop: Stop, link: S
         step_timeout_s=settings.step_timeout_s,
         profiler_dir=settings.profiler_dir,
         server=server,
+        **settings.listening.arguments(),
     ) as core:
         slab_nbytes = core.ring.statistics().slab_nbytes
         logger.info(
@@ -115,6 +116,8 @@ async def _run(settings: EngineSettings, executor: Executor, stop: Stop, link: S
             description.model,
             slab_nbytes,
         )
+        if core.ring.address:
+            logger.info("frontends on other hosts connect to %s", core.ring.address)
         seldom_look_for_garbage()
         if link is not None:
             link.is_stuck = lambda: bool(core.complaint())

@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 
 from shmring.config import RingConfig
 from shmring.core.geometry import Geometry
-from shmring.door import parse_nbytes, validate_name
+from shmring.door import listening_place_of, parse_nbytes, validate_name
 from shmring.engine.scheduler import SchedulerConfig
+from shmring.service.far_engines import EngineTls, context_of_engine
 from shmring.service.flags import NO_OPTION, Flag
 from shmring.service.tracing import parse_endpoint
 
@@ -24,6 +25,7 @@ __all__ = [
     "MAX_ENGINES",
     "EngineSettings",
     "LogFormat",
+    "ListenSettings",
     "LogLevel",
     "engine_names",
     "server_name",
@@ -84,6 +86,64 @@ _RING_FLAGS = {
 }
 
 
+def _checked_place(place: str) -> str:
+    listening_place_of(place, "--listen")
+    return place
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListenSettings:
+    """Where an engine lets frontends on other hosts in.
+
+    Attributes:
+        listen: Where frontends on other hosts come in, HOST:PORT; of several engines, each has the next port. They need
+            --engine-token-file. None: nowhere.
+        engine_token_file: A file of the token that frontends on other hosts must show, which only its owner can read. None:
+            the variable SHMRING_ENGINE_TOKEN.
+        engine_certfile: The certificate for these frontends, in PEM, and those above it. None: only this host is let in.
+        engine_keyfile: Its key, in PEM. None: in the file of the certificate.
+        engine_tls: off: connections of these frontends are not encrypted, also beyond this host.
+        engine_token: the token.
+    """
+
+    listen: Annotated[str | None, Flag(parse=_checked_place, metavar="HOST:PORT")] = None
+    engine_token_file: Annotated[str | None, Flag(path="file")] = None
+    engine_certfile: Annotated[str | None, Flag(path="file")] = None
+    engine_keyfile: Annotated[str | None, Flag(path="file")] = None
+    engine_tls: EngineTls = "auto"
+    engine_token: Annotated[str | None, NO_OPTION] = dataclasses.field(default=None, repr=False)
+
+    def of_rank(self, rank: int) -> ListenSettings:
+        """Returns those of one of several engines: each listens at the next port. Port 0 is any that is free.
+
+        Raises:
+            ValueError: there is no such port.
+        """
+        if self.listen is None or not (port := listening_place_of(self.listen, "--listen")[1]):
+            return self
+        place = f"{self.listen.rpartition(':')[0]}:{port + rank}"
+        return dataclasses.replace(self, listen=_checked_place(place))
+
+    def check(self) -> None:
+        """Looks whether the token and the files are there.
+
+        Raises:
+            ValueError: they are not; says what to do.
+        """
+        if self.listen is None:
+            return
+        if self.engine_token is None:
+            raise ValueError("--listen needs a token: --engine-token-file, or the variable SHMRING_ENGINE_TOKEN")
+        context_of_engine(self.engine_certfile, self.engine_keyfile, self.engine_tls)
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns what :func:`shmring.serve` is to get."""
+        if self.listen is None:
+            return {}
+        tls = context_of_engine(self.engine_certfile, self.engine_keyfile, self.engine_tls)
+        return {"listen": self.listen, "token": self.engine_token, "tls": tls}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """One engine process.
@@ -99,6 +159,7 @@ class EngineSettings:
         mm_processor_kwargs: How media are prepared, as a JSON object. The executor interprets it, and frontends follow the
             executor.
         ring: the slab, and what frontends may do.
+        listening: where frontends on other hosts come in.
         max_num_seqs: Requests in a step. None: what the executor takes.
         max_batch_nbytes: Bytes of media from which a step admits no further request.
         max_waiting: Requests that may wait for a step.
@@ -120,6 +181,7 @@ class EngineSettings:
     executor_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     mm_processor_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     ring: Annotated[RingConfig, _RING_FLAGS] = dataclasses.field(default_factory=RingConfig)
+    listening: ListenSettings = dataclasses.field(default_factory=ListenSettings)
     max_num_seqs: int | None = None
     max_batch_nbytes: int = SchedulerConfig().max_batch_nbytes
     max_waiting: int = SchedulerConfig().max_waiting
@@ -151,6 +213,7 @@ class EngineSettings:
         validate_name(self.name)
         reply_nbytes = self.ring.reply_nbytes
         Geometry.of(parse_nbytes(self.ring.slab_nbytes), None if reply_nbytes is None else parse_nbytes(reply_nbytes))
+        self.listening.check()
         if self.executor not in EXECUTORS:
             self._check_module(here=here)
         elif self.executor in _THEIR_PACKAGES:

@@ -45,7 +45,7 @@ def main(supervisor_fd: int | None, **values: Any) -> None:
             raise SystemExit(f"shmring frontend: {error}") from None
     configure_logging(settings.log_level, "frontend", settings.log_format)
     warn_of_variables(logger)
-    logger.info("starting for the engine %s", settings.name)
+    logger.info("starting for the engine %s", ", ".join(settings.far.engine) or settings.name)
     try:
         check_open_files(_OPEN_FILES, "shmring frontend")
     except OSError as error:

@@ -13,6 +13,7 @@ import msgspec
 from shmring.frontend.callers.keys import ADMIN_KEYS_VARIABLE, KEYS_VARIABLE, KeyOwner, read_keys
 from shmring.frontend.http.listening import check_tls
 from shmring.frontend.settings import FrontendSettings, ProcessSettings, TlsSettings
+from shmring.service.far_engines import read_token
 from shmring.service.option_table import Option, filled, options_of
 
 __all__ = ["FRONTEND_OPTIONS", "PROCESS_OPTIONS", "TLS_OPTIONS", "limits_of", "process_settings_of", "settings_of"]
@@ -74,10 +75,24 @@ def process_settings_of(values: dict[str, Any]) -> ProcessSettings:
     """Returns a frontend process's settings from its options.
 
     Raises:
-        click.UsageError: a certificate or a key can't be used.
+        click.UsageError: a certificate, a key or a token can't be used, or is not there.
     """
-    settings = filled(ProcessSettings(), PROCESS_OPTIONS, values)
+    try:
+        settings = filled(ProcessSettings(), _options_in(values), values)
+        if settings.far.engine:
+            if settings.data_parallel_size > 1:
+                raise ValueError("--engine and --data-parallel-size exclude each other: give --engine for each")
+            token = read_token(settings.far.engine_token_file, os.environ)
+            settings = dataclasses.replace(settings, far=dataclasses.replace(settings.far, engine_token=token))
+        settings.far.check()
+    except (OSError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
     return dataclasses.replace(settings, tls=_tls_of(values), http=settings_of(values))
+
+
+def _options_in(values: dict[str, Any]) -> list[Option]:
+    """Frontends of a server have its engines: their command line has nothing about engines on other hosts."""
+    return [option for option in PROCESS_OPTIONS if option.path[0] != "far" or "engine" in values]
 
 
 def _tls_of(values: dict[str, Any]) -> TlsSettings | None:

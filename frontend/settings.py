@@ -9,17 +9,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
+from shmring.door import far_address_of
 from shmring.engine.settings import DEFAULT_SHUTDOWN_TIMEOUT_S, MAX_ENGINES, LogFormat, LogLevel
 from shmring.frontend.callers.keys import KeyOwner
 from shmring.frontend.media.fetch import FetchSettings
 from shmring.frontend.media.options import MediaIoKwargs, MediaKind, MediaLimits
+from shmring.service.far_engines import EngineTls, context_of_frontend
 from shmring.service.flags import NO_OPTION, Flag
 from shmring.service.tracing import parse_endpoint
 
 __all__ = [
     "CorsSettings",
+    "FarEngineSettings",
     "FrontendSettings",
     "MediaCounts",
     "ProcessSettings",
@@ -255,6 +259,49 @@ class TlsSettings:
     cert_reqs: Annotated[int, Flag(names=("--ssl-cert-reqs",), least=0, most=2)] = 0
 
 
+def _checked_addresses(addresses: Sequence[str]) -> tuple[str, ...]:
+    for address in addresses:
+        far_address_of(address)
+    return tuple(addresses)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FarEngineSettings:
+    """Engines on other hosts, which listen there (--listen).
+
+    Attributes:
+        engine: The address of an engine on another host, tcp://HOST:PORT/NAME; given several times, of several. Empty: the
+            engine of --name on this host.
+        engine_token_file: A file of the token that these engines want, which only its owner can read. None: the variable
+            SHMRING_ENGINE_TOKEN.
+        engine_ca_certs: The authorities whose certificates these engines have, in PEM. None: only this host is reached.
+        engine_tls: off: connections to these engines are not encrypted, also beyond this host.
+        engine_token: the token.
+    """
+
+    engine: Annotated[tuple[str, ...], Flag(parse=_checked_addresses, metavar="ADDRESS")] = ()
+    engine_token_file: Annotated[str | None, Flag(path="file")] = None
+    engine_ca_certs: Annotated[str | None, Flag(path="file")] = None
+    engine_tls: EngineTls = "auto"
+    engine_token: Annotated[str | None, NO_OPTION] = dataclasses.field(default=None, repr=False)
+
+    def check(self) -> None:
+        """Looks whether the token and the file are there.
+
+        Raises:
+            ValueError: they are not; says what to do.
+        """
+        if self.engine and self.engine_token is None:
+            raise ValueError("--engine needs a token: --engine-token-file, or the variable SHMRING_ENGINE_TOKEN")
+        self.arguments()
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns what :func:`shmring.connect` is to get."""
+        if not self.engine:
+            return {}
+        return {"token": self.engine_token, "tls": context_of_frontend(self.engine_ca_certs, self.engine_tls)}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessSettings:
     """One frontend process.
@@ -264,6 +311,7 @@ class ProcessSettings:
         data_parallel_size: Engines, each with a slab of its own, between which requests are divided; several are called
             NAME-0, NAME-1, ...
         socket_dir: Where the engine's socket lies. None: the user's runtime directory.
+        far: engines on other hosts, in place of those of this host.
         host: Where to listen. 0.0.0.0 is everywhere.
         port: Where to listen; 0 is any free port.
         uds: A path: listen at a Unix socket there, and not at a port.
@@ -292,6 +340,7 @@ class ProcessSettings:
     name: str = "shmring"
     data_parallel_size: Annotated[int, Flag(names=("--data-parallel-size", "-dp"), least=1, most=MAX_ENGINES)] = 1
     socket_dir: str | None = None
+    far: FarEngineSettings = dataclasses.field(default_factory=FarEngineSettings)
     host: str = "127.0.0.1"
     port: Annotated[int, Flag(least=0, most=65535)] = 8000
     uds: str | None = None

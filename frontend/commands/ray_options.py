@@ -20,7 +20,7 @@ import click
 
 from shmring.door import validate_name
 from shmring.engine.options import ENGINE_OPTIONS, MODEL_ARGUMENT, engine_settings_of
-from shmring.engine.settings import EngineSettings
+from shmring.engine.settings import EngineSettings, ListenSettings
 from shmring.frontend.options import FRONTEND_OPTIONS, settings_of
 from shmring.frontend.settings import FrontendSettings
 from shmring.service.flags import Flag
@@ -30,11 +30,13 @@ __all__ = ["DEPLOYMENT_OPTIONS", "DeploymentSettings", "ReplicaSettings", "setti
 
 _KEYS = {"api_keys": "SHMRING_API_KEY, or api-key-file", "admin_keys": "SHMRING_ADMIN_KEY, or admin-key-file"}
 
+_LISTEN = tuple(option.opts[0][2:] for option in options_of(ListenSettings()))
 # Options of `shmring serve` that are Ray Serve's here.
 _OF_SERVE = {
     **dict.fromkeys(("host", "port"), "Ray Serve listens: http_options in its configuration"),
     **dict.fromkeys(("root-path",), "route_prefix of the application"),
     **dict.fromkeys(("ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "ssl-cert-reqs"), "TLS ends at the load balancer"),
+    **dict.fromkeys(_LISTEN, "leave it out: a replica is a frontend and an engine on one node"),
     **dict.fromkeys(("timeout-keep-alive",), "keep_alive_timeout_s in Ray Serve's http_options"),
     **dict.fromkeys(("data-parallel-size", "api-server-count"), "num-replicas: each replica is a frontend and an engine"),
     **dict.fromkeys(("heartbeat-timeout", "health-port"), "health_check_period_s and health_check_timeout_s of the deployment"),
@@ -96,7 +98,9 @@ class ReplicaSettings:
 #: The options of how Ray Serve runs it.
 DEPLOYMENT_OPTIONS = options_of(DeploymentSettings())
 _OPTIONS = (*DEPLOYMENT_OPTIONS, *ENGINE_OPTIONS, *FRONTEND_OPTIONS)
-_BY_NAME = {name[2:]: option for option in _OPTIONS for name in (*option.opts, *option.secondary_opts)}
+_BY_NAME = {
+    name[2:]: option for option in _OPTIONS for name in (*option.opts, *option.secondary_opts) if name[2:] not in _OF_SERVE
+}
 
 
 def settings_of_arguments(arguments: Mapping[str, Any], *, here: bool = True) -> ReplicaSettings:

@@ -15,7 +15,7 @@ from shmring.engine.settings import engine_names
 from shmring.frontend.options import FRONTEND_OPTIONS, TLS_OPTIONS, process_settings_of
 from shmring.frontend.processes.supervisor import ServeError, ServeOptions
 from shmring.frontend.processes.supervisor import serve as run_server
-from shmring.frontend.settings import ProcessSettings
+from shmring.frontend.settings import FarEngineSettings, ProcessSettings
 from shmring.service.logs import configure_logging, ending
 from shmring.service.option_table import CONFIG, ELSEWHERE, Option, options_of, warn_of_variables
 from shmring.service.vllm_options import advice_on
@@ -25,9 +25,10 @@ __all__ = ["options_of_words", "serve", "without_options"]
 logger = logger_of("shmring.frontend.processes.supervisor")
 
 _STDIN_FD = 0
+_FAR = tuple(str(option.name) for option in options_of(FarEngineSettings()))  # frontends here have the engines of this server
 _OWN = (
     CONFIG,
-    *options_of(ProcessSettings(log_level="warning"), without=("listen_fd", "connect_timeout_s")),
+    *options_of(ProcessSettings(log_level="warning"), without=("listen_fd", "connect_timeout_s", *_FAR)),
     *TLS_OPTIONS,
     *options_of(ServeOptions),
     Option(
@@ -114,8 +115,13 @@ def _options_of(values: dict[str, Any]) -> ServeOptions:
     engine = engine_settings_of(values)
     try:
         engines = tuple(
-            dataclasses.replace(engine, name=validate_name(name), data_parallel_size=values["data_parallel_size"])
-            for name in engine_names(engine.name, values["data_parallel_size"])
+            dataclasses.replace(
+                engine,
+                name=validate_name(name),
+                data_parallel_size=values["data_parallel_size"],
+                listening=engine.listening.of_rank(rank),
+            )
+            for rank, name in enumerate(engine_names(engine.name, values["data_parallel_size"]))
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from None

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 
 from shmring.core.printable import printable
+from shmring.service.far_engines import TOKEN_VARIABLE
 from shmring.service.option_table import Option, advice_for
 
 __all__ = ["known_variables", "unknown_variables"]
@@ -33,7 +34,7 @@ def known_variables() -> dict[str, str]:
     parameters = (*serve.params, *ENGINE_OPTIONS, *frontend.params, *store.params, *DEPLOYMENT_OPTIONS)
     options = (each for each in parameters if isinstance(each, Option))
     variables = {option.opts[0][2:]: option.envvar for option in options if isinstance(option.envvar, str)}
-    return variables | {"api-key": KEYS_VARIABLE, "admin-key": ADMIN_KEYS_VARIABLE}
+    return variables | {"api-key": KEYS_VARIABLE, "admin-key": ADMIN_KEYS_VARIABLE, "engine-token": TOKEN_VARIABLE}
 
 
 def unknown_variables(environment: Mapping[str, str]) -> str:

@@ -61,16 +61,17 @@ def run(settings: ProcessSettings, link: SupervisorLink | None = None) -> NoRetu
 
 async def _serve(settings: ProcessSettings, link: SupervisorLink | None) -> None:
     config = shmring.ClientConfig(socket_dir=settings.socket_dir, connect_timeout_s=settings.connect_timeout_s)
-    names = engine_names(settings.name, settings.data_parallel_size)
+    names = list(settings.far.engine) or engine_names(settings.name, settings.data_parallel_size)
     if link is not None:
         logger_of("shmring.waiting").setLevel("ERROR")  # the supervisor says for whom the start waits
     async with (
         link.held(_orphaned) if link is not None else contextlib.nullcontext(),
         await EngineClient.connect(
-            names if len(names) > 1 else settings.name,
+            names if len(names) > 1 else names[0],
             config,
             description="frontend" if settings.index is None else frontend_name(settings.index),
             retries=settings.http.engine_retries,
+            **settings.far.arguments(),
         ) as engine,
     ):
         server = Server(

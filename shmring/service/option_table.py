@@ -78,7 +78,7 @@ class Option(click.Option):
             return None
         text = super().resolve_envvar_value(ctx)
         # Kubernetes gives SHMRING_PORT=tcp://10.0.0.1:8000 to every container beside a service that is called shmring.
-        return None if text is not None and text.startswith("tcp://") else text
+        return None if text is not None and str(self.envvar).endswith("_PORT") and text.startswith("tcp://") else text
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
         """Says where a wrong value stands."""

@@ -37,6 +37,7 @@ EXAMPLES = {
     "name": "another",
     "slab_nbytes": "32MiB",
     "host": "::1",
+    "listen": "127.0.0.1:7000",
     "root_path": "/llm",
     "model": "owner/name",
     "executor": "synthetic",
@@ -74,6 +75,7 @@ def run(*arguments: str, **environment: str) -> tuple[Result, ServeOptions | Non
         patch.setattr(serve_command, "run_server", receive)
         for name in ("SHMRING_API_KEY", "SHMRING_ADMIN_KEY"):
             patch.delenv(name, raising=False)
+        patch.setenv("SHMRING_ENGINE_TOKEN", "a secret of the tests")  # --listen needs it
         result = CliRunner(env=environment).invoke(serve_command.serve, list(arguments))
     return result, received[0] if received else None
 
@@ -100,6 +102,9 @@ def example_of(tmp_path: Path, certificate: tuple[Path, Path]) -> Any:
         "ca_certs": certificate[0],
         "api_key_file": tmp_path / "keys",
         "admin_key_file": tmp_path / "keys",
+        "engine_token_file": tmp_path / "keys",
+        "engine_certfile": certificate[0],
+        "engine_keyfile": certificate[1],
     }
 
     def example(option: Option) -> str:

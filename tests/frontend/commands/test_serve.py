@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from shmring.config import RingConfig
 from shmring.engine import settings as engine_settings
 from shmring.engine.options import ENGINE_OPTIONS
-from shmring.engine.settings import EngineSettings
+from shmring.engine.settings import EngineSettings, ListenSettings
 from shmring.frontend.cli import main
 from shmring.frontend.commands import serve as serve_command
 from shmring.frontend.processes.supervisor import ServeError, ServeOptions
@@ -57,8 +57,10 @@ def test_without_options_all_is_as_it_is_by_itself(options_of: Any) -> None:
     assert (options.frontends, options.start_timeout_s, options.heartbeat_timeout_s) == (2, 600, 30)
 
 
-def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) -> None:
+def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path, certificate: tuple[Path, Path]) -> None:
     (tmp_path / "mine.py").touch()
+    (token := tmp_path / "token").touch(0o600)
+    token.write_text("a secret of the tests\n")
     options_given = {
         "--executor": "mine:Executor",
         "--executor-path": str(tmp_path),
@@ -71,6 +73,11 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
         "--slab-backing": "memfd",
         "--reply-nbytes": "8MiB",
         "--mm-processor-cache-gb": "0.5",
+        "--listen": "127.0.0.1:7000",
+        "--engine-token-file": str(token),
+        "--engine-certfile": str(certificate[0]),
+        "--engine-keyfile": str(certificate[1]),
+        "--engine-tls": "auto",
         "--max-num-seqs": "3",
         "--max-batch-nbytes": "5MiB",
         "--max-waiting": "7",
@@ -95,6 +102,13 @@ def test_every_option_of_the_engine_reaches_it(options_of: Any, tmp_path: Path) 
             kept_nbytes=512 << 20,
             max_clients=9,
             max_payload_nbytes=1 << 20,
+        ),
+        listening=ListenSettings(
+            listen="127.0.0.1:7000",
+            engine_token_file=str(token),
+            engine_certfile=str(certificate[0]),
+            engine_keyfile=str(certificate[1]),
+            engine_token="a secret of the tests",
         ),
         max_num_seqs=3,
         max_batch_nbytes=5 << 20,
