@@ -32,6 +32,7 @@ from bench.command_line import benchmark
 from bench.far.loads import LOADS
 from bench.far.serving import NUMBER, TOKEN, Places
 from bench.meter import process_cpu_s
+from bench.neutral import neutral_load
 from bench.plan import Plan, Runs, Timing
 from bench.repetitions import Measured, percentile
 from bench.results import Table, format_nbytes
@@ -45,7 +46,6 @@ _SIZES = (64 << 10, 1 << 20, 8 << 20, 64 << 20)
 _WINDOW, _MOST_NBYTES = 16, 192 << 20  # in flight
 _NEAR_NBYTES = 64 << 10
 _LARGE_NBYTES = 8 << 20  # of targets
-_BURNERS = 2
 _LEAD_S = 0.5
 _TIMES = 2.0  # of a near client's 99th percentile
 _TIMEOUT_S = 60.0
@@ -172,8 +172,7 @@ async def _waits(places: Places, socket_dir: str, timed_s: float) -> Waits:
 def _beside(subject: str, load: str, address: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if subject == _NEUTRAL:
-            for _ in range(_BURNERS):
-                stack.enter_context(Process.start([sys.executable, "-c", "while True: pass"]))
+            stack.enter_context(neutral_load())
         elif subject == _BESIDE:
             command = [sys.executable, "-m", "bench.far.loads", load, address]
             loading = stack.enter_context(Process.start(command, stdout=subprocess.PIPE, text=True))

@@ -36,6 +36,7 @@ from bench.isolation import chats
 from bench.isolation.attacks import CHATS, EMBEDDING_ATTACKS, EMBEDDINGS, MODEL, Attack
 from bench.isolation.chats import CHAT_ATTACKS
 from bench.isolation.heavy import Heavy
+from bench.neutral import neutral_load
 from bench.plan import Plan, Runs, Timing
 from bench.repetitions import Measured, percentile
 from bench.results import Table, Verdict, format_nbytes
@@ -49,7 +50,6 @@ _NEUTRAL, _HEAVY = "beside a neutral load", "beside a heavy caller"
 ATTACKS = {f"{attack.title}, {attack.connections} at a time": attack for attack in (*EMBEDDING_ATTACKS, *CHAT_ATTACKS)}
 
 _SMALL_KEY, _HEAVY_KEY = "small", "heavy"
-_BURNERS = 2
 _PERCENTILES = {"p50 ms": 50, "p99 ms": 99, "longest ms": 100}
 _LEAD_S = 0.5  # until the other side is under way
 _WARM_UP_S = 1.0
@@ -84,9 +84,7 @@ def _ask(address: str, attack: Attack, seconds: float) -> list[float]:
 
 
 def _beside_neutral(address: str, attack: Attack, seconds: float) -> Waits:
-    with contextlib.ExitStack() as computing:
-        for _ in range(_BURNERS):
-            computing.enter_context(Process.start([sys.executable, "-c", "while True: pass"]))
+    with neutral_load():
         time.sleep(_LEAD_S)
         return Waits(_ask(address, attack, seconds), {})
 
